@@ -1,0 +1,52 @@
+"""xattn: one attention API for fleets that mix NVIDIA and AMD GPUs. Importing it creates no device context and needs no GPU."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from .api import (
+    Capabilities,
+    attention,
+    attention_paged,
+    attention_varlen,
+    batch_invariant,
+    capabilities,
+    check_errors,
+    devices,
+    explain,
+    merge_states,
+    supported,
+)
+from .capability import Refusal
+from .device import Device
+from .dispatch import Plan
+from .errors import DeviceValueError, FallbackWarning, OutOfPagesError, UnsupportedError
+from .fusion import Epilogue, epilogues
+from .rotary import Rotary
+
+try:
+    __version__ = version("xattn")
+except PackageNotFoundError:  # used from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Capabilities",
+    "Device",
+    "DeviceValueError",
+    "Epilogue",
+    "FallbackWarning",
+    "OutOfPagesError",
+    "Plan",
+    "Refusal",
+    "Rotary",
+    "UnsupportedError",
+    "attention",
+    "attention_paged",
+    "attention_varlen",
+    "batch_invariant",
+    "capabilities",
+    "check_errors",
+    "devices",
+    "epilogues",
+    "explain",
+    "merge_states",
+    "supported",
+]

@@ -1,0 +1,39 @@
+"""What a backend is: its capabilities as data, and functions that run a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..capability import Capability, Refusal, check
+from ..device import Device
+from ..inputs import Inputs
+from ..problem import Problem, SizeBucket
+
+Config = tuple[tuple[str, object], ...]  # (name, value) pairs: hashable, printable
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``capabilities`` is asked at planning time, so that it may look at what the machine has; each covers other devices.
+
+    ``run(inputs, config) -> (out, lse or None)``; lse is None only where ``inputs.return_lse`` is False.
+    ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs parallel to
+    ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None where it is not offered.
+    ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
+    """
+
+    name: str
+    native: bool
+    capabilities: Callable[[], tuple[Capability, ...]]
+    run: Callable[[Inputs, Config], tuple[Tensor, Tensor | None]] | None = None
+    backward: Callable[..., list[Tensor]] | None = None
+    double_backward: Callable[..., tuple[Tensor, Tensor | None, list[Tensor | None]]] | None = None
+    config: Callable[[Problem, SizeBucket, Device], Config] = lambda problem, size, device: ()
+
+    def check(self, problem: Problem, device: Device) -> tuple[Refusal, ...]:
+        """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes closest speaks."""
+        found = [check(problem, device, c) for c in self.capabilities()]
+        return min(found, key=lambda refusals: (any(r.code in ("vendor", "arch") for r in refusals), len(refusals)))

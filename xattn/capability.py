@@ -1,0 +1,115 @@
+"""What a backend can answer, as data, and why it cannot, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .device import Device
+from .problem import FEATURES, GRADS, KINDS, Problem
+
+# Refusal codes, each with the words that explain it.
+CODES = {
+    "vendor": "the device is of another vendor",
+    "arch": "the device's architecture is not served",
+    "missing": "something it needs is not there",
+    "kind": "this kind of call is not answered",
+    "dtype": "the dtype of q, k, v is not answered",
+    "dtype_out": "the output dtype is not answered",
+    "head_dim": "the head dimension is not answered",
+    "head_dim_v": "the head dimension of v is not answered",
+    "feature": "this argument is not answered",
+    "grad": "the gradient of this argument is not answered",
+    "deterministic": "a bitwise reproducible backward is not offered",
+    "plain": "this backend answers only questions that use one of these arguments",
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why a backend cannot answer: ``field`` of the problem or device, what was ``got``, what is ``allowed``."""
+
+    code: str
+    field: str
+    got: object
+    allowed: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        allowed = ", ".join(map(str, self.allowed)) if self.allowed else "none yet" if self.code == "kind" else "nothing else"
+        return f"{self.field} = {self.got}: {CODES[self.code]} (allowed: {allowed})"
+
+    def as_dict(self) -> dict[str, object]:
+        return {"code": self.code, "field": self.field, "got": str(self.got), "allowed": [str(a) for a in self.allowed]}
+
+
+@dataclass(frozen=True)
+class HeadDims:
+    """The head dimensions answered: multiples of ``multiple_of`` up to ``largest`` (0: any)."""
+
+    largest: int = 0
+    multiple_of: int = 1
+
+    def admits(self, n: int) -> bool:
+        return n % self.multiple_of == 0 and (not self.largest or n <= self.largest)
+
+    def __str__(self) -> str:
+        step = f"multiples of {self.multiple_of}" if self.multiple_of > 1 else "any"
+        return f"{step} up to {self.largest}" if self.largest else step
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a backend answers on the devices it names. ``dtypes`` holds pairs (q, k and v); empty sets answer nothing.
+
+    ``archs`` empty means any of the vendors'. ``only_with`` non-empty means that the backend answers only problems that use one of those
+    features. ``missing`` names what the machine lacks for it (filled in when it is asked, not at import).
+    """
+
+    vendors: frozenset[str] = frozenset()
+    archs: frozenset[str] = frozenset()
+    kinds: frozenset[str] = frozenset()
+    dtypes: frozenset[tuple[str, str]] = frozenset()
+    dtypes_out: frozenset[str] = frozenset()  # empty: the dtype of q
+    head_dim: HeadDims = HeadDims()
+    head_dim_v: HeadDims = HeadDims()
+    same_head_dim: bool = False
+    features: frozenset[str] = frozenset()
+    grads: frozenset[str] = frozenset()
+    deterministic: bool = True
+    only_with: frozenset[str] = frozenset()
+    missing: str = ""
+
+
+def check(problem: Problem, device: Device, capability: Capability) -> tuple[Refusal, ...]:
+    """Why ``capability`` cannot answer ``problem`` on ``device``; empty where it can."""
+    c, p = capability, problem
+    if device.vendor not in c.vendors:
+        return (Refusal("vendor", "vendor", device.vendor, _sorted(c.vendors)),)
+    if c.archs and device.arch not in c.archs:
+        return (Refusal("arch", "arch", device.arch, _sorted(c.archs)),)
+    if p.kind not in c.kinds:
+        return (Refusal("kind", "kind", p.kind, _sorted(c.kinds, KINDS)),)
+    found: list[Refusal] = []
+    if c.missing:
+        found.append(Refusal("missing", "machine", c.missing))
+    if (p.dtype, p.dtype_kv) not in c.dtypes:
+        found.append(Refusal("dtype", "dtype", f"{p.dtype}/{p.dtype_kv}", tuple(f"{a}/{b}" for a, b in sorted(c.dtypes))))
+    if p.dtype_out != p.dtype if not c.dtypes_out else p.dtype_out not in c.dtypes_out:
+        found.append(Refusal("dtype_out", "out_dtype", p.dtype_out, _sorted(c.dtypes_out) or (p.dtype,)))
+    if not c.head_dim.admits(p.head_dim):
+        found.append(Refusal("head_dim", "head_dim", p.head_dim, (c.head_dim,)))
+    if not c.head_dim_v.admits(p.head_dim_v):
+        found.append(Refusal("head_dim_v", "head_dim_v", p.head_dim_v, (c.head_dim_v,)))
+    if c.same_head_dim and p.head_dim != p.head_dim_v:
+        found.append(Refusal("head_dim_v", "head_dim_v", p.head_dim_v, (p.head_dim,)))
+    used = p.features()
+    found += [Refusal("feature", name, "given", _sorted(c.features, FEATURES)) for name in used if name not in c.features]
+    found += [Refusal("grad", name, "gradient asked for", _sorted(c.grads, GRADS)) for name in p.grads if name not in c.grads]
+    if p.grads and p.deterministic and not c.deterministic:
+        found.append(Refusal("deterministic", "deterministic", True, (False,)))
+    if c.only_with and not c.only_with & set(used):
+        found.append(Refusal("plain", "features", ", ".join(used) or "none", _sorted(c.only_with, FEATURES)))
+    return tuple(found)
+
+
+def _sorted(names: frozenset[str], order: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda n: (order.index(n) if n in order else len(order), n)))

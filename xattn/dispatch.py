@@ -1,0 +1,139 @@
+"""Chooses the backend of a call. ``plan`` is pure: the same question gives the same plan, on any machine, for any device."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import settings
+from .backends import REGISTRY, Backend, Config
+from .capability import Refusal
+from .device import Device
+from .errors import FallbackWarning, UnsupportedError
+from .problem import Problem, SizeBucket
+
+log = logging.getLogger("xattn")
+if settings.log_level():
+    log.setLevel(settings.log_level() or logging.NOTSET)
+
+Rejected = tuple[tuple[str, tuple[Refusal, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which backend answers a problem on a device, how, and why those before it do not.
+
+    ``backend`` is None where none can. ``config`` holds (name, value) pairs: tile, splits, copies. ``notes`` say what the caller might not
+    expect. ``str(plan)`` explains all of it.
+    """
+
+    backend: str | None
+    config: Config
+    rejected: Rejected
+    problem: Problem
+    size: SizeBucket
+    device: Device
+    native: bool = False
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = f"{self.problem}\non {self.device}:"
+        if self.backend is None:
+            lines = [head, "  no backend answers"]
+        else:
+            config = ", ".join(f"{name} {value}" for name, value in self.config)
+            kind = "native" if self.native else "fallback"
+            lines = [head, f"  {self.backend} ({kind}{', ' + config if config else ''})"]
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.rejected:
+            lines.append("rejected:")
+            lines += [f"  {name}: {refusal}" for name, refusals in self.rejected for refusal in refusals]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "backend": self.backend,
+            "native": self.native,
+            "config": {name: value if isinstance(value, (int, float, bool)) else str(value) for name, value in self.config},
+            "notes": list(self.notes),
+            "rejected": {name: [r.as_dict() for r in refusals] for name, refusals in self.rejected},
+            "problem": self.problem.as_dict(),
+            "device": {"vendor": self.device.vendor, "arch": self.device.arch, "name": self.device.name},
+        }
+
+
+def plan(
+    problem: Problem, size: SizeBucket, device: Device, registry: Sequence[Backend] = REGISTRY, backend: str | None = None
+) -> Plan:
+    """The first backend of ``registry`` that refuses nothing. ``backend`` names one: then no other is asked."""
+    names = [b.name for b in registry]
+    if backend is not None and backend not in names:
+        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(names)}, or None for the best")
+    rejected = []
+    for candidate in registry:
+        if backend is not None and candidate.name != backend:
+            continue
+        refusals = candidate.check(problem, device)
+        if not refusals:
+            config = candidate.config(problem, size, device)
+            notes = _notes(problem, candidate)
+            return Plan(candidate.name, config, tuple(rejected), problem, size, device, candidate.native, notes)
+        rejected.append((candidate.name, refusals))
+    return Plan(None, (), tuple(rejected), problem, size, device)
+
+
+def _notes(problem: Problem, backend: Backend) -> tuple[str, ...]:
+    notes = []
+    if problem.last_stride is False:
+        notes.append("a tensor whose last dimension is not contiguous is copied" if backend.native else "strides are handled by torch")
+    return tuple(notes)
+
+
+# ---------------------------------------------------------------- the cache, and what is said about fallbacks
+_MOST_PLANS = 4096
+_plans: OrderedDict[tuple, Plan] = OrderedDict()
+_told: set[tuple] = set()
+_lock = threading.Lock()
+
+
+def cached_plan(problem: Problem, size: SizeBucket, device: Device, backend: str | None = None) -> Plan:
+    """``plan`` over the registry, remembered. Raises UnsupportedError where no backend answers; tells of fallbacks on GPUs once."""
+    key = (problem, size, device, backend)
+    with _lock:
+        found = _plans.get(key)
+        if found is not None:
+            _plans.move_to_end(key)
+    if found is None:
+        found = plan(problem, size, device, REGISTRY, backend)
+        with _lock:
+            _plans[key] = found
+            if len(_plans) > _MOST_PLANS:
+                _plans.popitem(last=False)
+        log.debug("plan: %s", found)
+    if found.backend is None:
+        who = "no backend answers" if backend is None else f"backend {backend!r} does not answer"
+        raise UnsupportedError(f"{who}: {problem}\non {device}", dict(found.rejected))
+    if not found.native and device.vendor != "cpu" and backend is None:
+        _tell(found)
+    return found
+
+
+def get(name: str) -> Backend:
+    """The backend of that name."""
+    return next(b for b in REGISTRY if b.name == name)
+
+
+def _tell(found: Plan) -> None:
+    key = (found.problem, found.device)
+    with _lock:
+        if key in _told:
+            return
+        _told.add(key)
+    log.info("fallback: %s", found)
+    warnings.warn(f"xattn leaves the native kernels for this call.\n{found}", FallbackWarning, stacklevel=2)

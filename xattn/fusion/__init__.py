@@ -1,0 +1,6 @@
+"""User functions inside attention: traced once per call into a graph whose captured tensors are arguments."""
+
+from .epilogue import Epilogue, epilogues
+from .trace import intern, lookup, trace
+
+__all__ = ["Epilogue", "epilogues", "intern", "lookup", "trace"]

@@ -1,0 +1,294 @@
+"""The torch ops ``torch.ops.xattn.*``: schemas, fakes with real strides, and their kernels, which plan and run a backend.
+
+    attention, attention_varlen, attention_paged       -> (out, lse); lse is empty unless return_lse
+    attention_backward, attention_varlen_backward      -> gradients of the wanted tensors
+    append_paged                                       writes new keys and values into a paged cache
+
+They take what the public functions take (``xattn.attention`` and its kin), with the window as two ints, scales as tensors, and the traced
+user functions by key; they serve TorchScript and export as well, where user functions are not to be had.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import autograd, dispatch, fusion, paging, settings, status, validate
+from .device import of as device_of
+from .errors import UnsupportedError
+from .inputs import FP8, Inputs, dtype_name
+from .rotary import Rotary
+
+_LIBRARY = torch.library.Library("xattn", "DEF")
+
+_TAIL = (
+    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float? softmax_scale=None, float softcap=0.0, "
+    "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? seqused_k=None, float dropout_p=0.0, "
+    "Tensor? dropout_rng=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, str score_mod='', "
+    "Tensor[]? score_mod_aux=None, str mask_mod='', Tensor[]? mask_mod_aux=None, str epilogue='', Tensor[]? epilogue_aux=None, "
+    "ScalarType? out_dtype=None, bool return_lse=False, bool? deterministic=None, str? backend=None"
+)
+_HEADS = {
+    "attention": "Tensor q, Tensor k, Tensor v, *, ",
+    "attention_varlen": "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, *, ",
+    "attention_paged": "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seqlens_k, *, Tensor? cu_seqlens_q=None, "
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str kv_layout='NHD', int? num_splits=None, ",
+}
+_KINDS = {"attention": "attention", "attention_varlen": "varlen", "attention_paged": "paged"}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_POSITIONAL = {
+    "attention": ("q", "k", "v"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    "paged": ("q", "k", "v", "page_table", "seqlens_k"),
+}
+_ONLY_PAGED = ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "kv_layout", "num_splits")
+_COMMON = tuple(part.split("=")[0].split()[-1] for part in _TAIL.split(", "))
+_MODS = ("score_mod", "mask_mod", "epilogue")
+
+for _name, _head in _HEADS.items():
+    _LIBRARY.define(f"{_name}({_head}{_TAIL}, bool[]? needs_grad=None) -> (Tensor, Tensor)")
+    if _name != "attention_paged":
+        _LIBRARY.define(
+            f"{_name}_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs_grad, bool[] wanted, {_head}{_TAIL}) -> Tensor[]"
+        )
+_LIBRARY.define(
+    "append_paged(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor seqlens_k, Tensor k_new, Tensor? v_new, *, "
+    "Tensor? cu_seqlens_new=None, str kv_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, "
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False) -> ()"
+)
+
+
+# ---------------------------------------------------------------- calling the ops with a record, and reading a record from a call
+def forward(inputs: Inputs, needs_grad: list[bool] | None = None) -> tuple[Tensor, Tensor]:
+    """The op of ``inputs.kind``. ``needs_grad`` runs parallel to ``inputs.differentiable()``: what a backward may be asked for."""
+    args, kwargs = _arguments(inputs)
+    return getattr(torch.ops.xattn, _NAMES[inputs.kind])(*args, **kwargs, needs_grad=needs_grad)
+
+
+def backward(
+    inputs: Inputs, needs_grad: list[bool], wanted: list[bool], dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> list[Tensor]:
+    """The backward op: gradients of ``inputs.differentiable()`` where ``wanted``, planned as the forward was, by ``needs_grad``."""
+    args, kwargs = _arguments(inputs)
+    op = getattr(torch.ops.xattn, f"{_NAMES[inputs.kind]}_backward")
+    return op(dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs)
+
+
+def double_backward(
+    inputs: Inputs, needs_grad: list[bool], wanted: list[bool], dout: Tensor, dlse: Tensor | None, seeds: list[Tensor | None]
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Gradients of ``backward``'s results with respect to dout, dlse and ``inputs.differentiable()``. Not an op: eager only."""
+    plan = _plan(inputs, _names(inputs, needs_grad))
+    run = dispatch.get(plan.backend or "").double_backward
+    if run is None:
+        raise UnsupportedError(
+            f"a second derivative was asked for, and backend {plan.backend!r} has none; call attention with backend='reference'"
+        )
+    return run(inputs, dout, dlse, wanted, seeds)
+
+
+def _arguments(inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+    args = [getattr(inputs, name) for name in _POSITIONAL[inputs.kind]]
+    kwargs = {name: getattr(inputs, name) for name in _COMMON}
+    if inputs.kind == "paged":
+        kwargs |= {name: getattr(inputs, name) for name in _ONLY_PAGED}
+    for name in _MODS:
+        kwargs[name] = fusion.intern(kwargs[name])
+        kwargs[f"{name}_aux"] = list(kwargs[f"{name}_aux"]) or None
+    return args, kwargs
+
+
+def record(kind: str, args: tuple, kwargs: dict[str, Any]) -> Inputs:
+    """The record of an op's arguments."""
+    fields = dict(zip(_POSITIONAL[kind], args, strict=True)) | kwargs
+    fields.pop("needs_grad", None)
+    for name in _MODS:
+        fields[name] = fusion.lookup(fields.get(name) or "")
+        fields[f"{name}_aux"] = tuple(fields.get(f"{name}_aux") or ())
+    if fields.get("deterministic") is None:
+        fields["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if kind == "paged":
+        fields["kv_layout"] = fields.get("kv_layout", "NHD")
+        fields["max_seqlen_k"] = fields.get("max_seqlen_k") or 0
+        if fields.get("max_seqlen_q") is None:  # packed queries whose longest run was not given: no run is longer than all
+            fields["max_seqlen_q"] = fields["q"].shape[0] if fields["q"].dim() == 3 else 0
+    return Inputs(kind=kind, **fields)
+
+
+def _plan(inputs: Inputs, grads: tuple[str, ...]) -> dispatch.Plan:
+    return dispatch.cached_plan(inputs.problem(grads), inputs.size_bucket(), device_of(inputs.q.device), inputs.backend)
+
+
+def _names(inputs: Inputs, wanted: list[bool]) -> tuple[str, ...]:
+    pairs = zip(inputs.differentiable(), wanted, strict=True)
+    return tuple(dict.fromkeys(name for (name, _), w in pairs if w))
+
+
+# ---------------------------------------------------------------- kernels
+def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    validate.call(inputs, grads)
+    plan = _plan(inputs, grads)
+    validate.values(inputs)
+    run = dispatch.get(plan.backend or "").run
+    assert run is not None
+    out, lse = run(inputs, plan.config)
+    if lse is None or not (inputs.return_lse or grads):
+        lse = _no_lse(inputs, bool(grads))
+    if settings.validate_on_device():
+        status.check_errors(inputs.q.device)
+    return out, lse
+
+
+def _no_lse(inputs: Inputs, needs_grad: bool) -> Tensor:
+    """What stands for an lse that was not asked for: empty, or NaN where only a backward of another kind of backend could read it."""
+    shape = inputs.lse_shape if inputs.return_lse or needs_grad else (0,)
+    return torch.full(shape, math.nan, dtype=torch.float32, device=inputs.q.device)
+
+
+def _kernel(kind: str):
+    def kernel(*args, needs_grad=None, **kwargs):
+        inputs = record(kind, args, kwargs)
+        return _run(inputs, _names(inputs, needs_grad) if needs_grad else ())
+
+    return kernel
+
+
+def _fake(kind: str):
+    def fake(*args, needs_grad=None, **kwargs):
+        inputs = record(kind, args, kwargs)
+        validate.call(inputs, _names(inputs, needs_grad) if needs_grad else ())
+        out = inputs.q.new_empty(inputs.out_shape, dtype=inputs.dtype_out)
+        shape = inputs.lse_shape if inputs.return_lse or needs_grad else (0,)
+        return out, inputs.q.new_empty(shape, dtype=torch.float32)
+
+    return fake
+
+
+def _autograd_kernel(kind: str):
+    op = getattr(torch.ops.xattn, _NAMES[kind]).default
+
+    def kernel(keyset, *args, needs_grad=None, **kwargs):
+        if torch.is_grad_enabled() and needs_grad is None:
+            inputs = record(kind, args, kwargs)
+            asked = [t is not None and t.requires_grad for _, t in inputs.differentiable()]
+            if any(asked):
+                validate.call(inputs, _names(inputs, asked))
+                return autograd.Attention.apply(inputs.without_tensors(), asked, *inputs.flat())
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, needs_grad=needs_grad, **kwargs)
+
+    return kernel
+
+
+def _backward_kernel(kind: str):
+    def kernel(dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs):
+        inputs = record(kind, args, kwargs)
+        plan = _plan(inputs, _names(inputs, needs_grad))
+        run = dispatch.get(plan.backend or "").backward
+        assert run is not None
+        return run(inputs, plan.config, out, lse, dout, dlse, list(wanted))
+
+    return kernel
+
+
+def _backward_fake(kind: str):
+    def fake(dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs):
+        pairs = zip(record(kind, args, kwargs).differentiable(), wanted, strict=True)
+        return [t.new_empty(t.shape) for (_, t), w in pairs if w]
+
+    return fake
+
+
+def _backward_autograd_kernel(kind: str):
+    op = getattr(torch.ops.xattn, f"{_NAMES[kind]}_backward").default
+
+    def kernel(keyset, dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs):
+        if torch.is_grad_enabled():
+            inputs = record(kind, args, kwargs)
+            tensors = [dout, dlse, out, lse, *inputs.flat()]
+            if any(t is not None and t.requires_grad for t in tensors):
+                return list(autograd.AttentionBackward.apply(inputs.without_tensors(), list(needs_grad), list(wanted), *tensors))
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs)
+
+    return kernel
+
+
+def _autocast_kernel(kind: str, device_type: str):
+    """Autocast's policy for attention: floats of q, k, v and attn_mask to the autocast dtype; float64 and fp8 stay."""
+    op = getattr(torch.ops.xattn, _NAMES[kind])
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
+
+    def kernel(*args, **kwargs):
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            q, k, v = (autocast(t, dtype) for t in args[:3])
+            if kind == "paged":
+                k, v = args[1:3]  # a cache is not cast: it is as large as it is
+            if kwargs.get("attn_mask") is not None:
+                kwargs["attn_mask"] = autocast(kwargs["attn_mask"], dtype)
+            return op(q, k, v, *args[3:], **kwargs)
+
+    return kernel
+
+
+def autocast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    eligible = t.is_floating_point() and t.dtype != torch.float64 and dtype_name(t.dtype) not in FP8
+    return t.to(dtype) if eligible else t
+
+
+def _append(
+    k_cache,
+    v_cache,
+    page_table,
+    seqlens_k,
+    k_new,
+    v_new,
+    *,
+    cu_seqlens_new=None,
+    kv_layout="NHD",
+    k_scale=None,
+    v_scale=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    rotary_interleaved=False,
+):
+    validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
+    rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+    if cu_seqlens_new is not None:
+        validate.offsets("cu_seqlens_new", cu_seqlens_new, k_new.shape[0])
+    with torch.no_grad():
+        paging.append(
+            k_cache,
+            v_cache,
+            page_table,
+            seqlens_k,
+            k_new,
+            v_new,
+            cu_seqlens_new=cu_seqlens_new,
+            kv_layout=kv_layout,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            rotary=rotary,
+        )
+    if settings.validate_on_device():
+        status.check_errors(k_cache.device)
+
+
+def _append_fake(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, *, cu_seqlens_new=None, kv_layout="NHD", k_scale=None, v_scale=None, **_):
+    validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
+
+
+for _name, _kind in _KINDS.items():
+    _LIBRARY.impl(_name, _kernel(_kind), "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _autograd_kernel(_kind), "Autograd", with_keyset=True)
+    for _device in ("cpu", "cuda"):
+        _LIBRARY.impl(_name, _autocast_kernel(_kind, _device), f"Autocast{_device.upper()}")
+    torch.library.register_fake(f"xattn::{_name}", _fake(_kind), lib=_LIBRARY)
+    if _kind != "paged":
+        _LIBRARY.impl(f"{_name}_backward", _backward_kernel(_kind), "CompositeExplicitAutograd")
+        _LIBRARY.impl(f"{_name}_backward", _backward_autograd_kernel(_kind), "Autograd", with_keyset=True)
+        torch.library.register_fake(f"xattn::{_name}_backward", _backward_fake(_kind), lib=_LIBRARY)
+_LIBRARY.impl("append_paged", _append, "CompositeExplicitAutograd")
+torch.library.register_fake("xattn::append_paged", _append_fake, lib=_LIBRARY)

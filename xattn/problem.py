@@ -1,0 +1,107 @@
+"""What is asked, without tensors and without lengths: a frozen, hashable description that plans are chosen and cached by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+KINDS = ("attention", "varlen", "paged")
+
+# Every modification of plain attention, by the name of the argument that asks for it. A capability lists those it answers.
+FEATURES = (
+    "causal",
+    "window",
+    "softcap",
+    "score_mod",
+    "alibi_slopes",
+    "attn_mask_additive",
+    "attn_mask_bool",
+    "attn_mask_tree",
+    "mask_mod",
+    "seqused_k",
+    "sinks",
+    "dropout",
+    "scales",
+    "epilogue",
+    "return_lse",
+    "gqa",
+)
+
+# Arguments a gradient can be asked for, in the order in which gradients are returned; aux stands for captured tensors.
+GRADS = ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale", "score_mod_aux", "epilogue_aux")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One kind of attention call.
+
+    dtypes are names as in ``xattn.inputs.DTYPES``; ``score_mod``, ``mask_mod`` and ``epilogue`` are ids of traced functions ("" for
+    none); ``grads`` names the arguments whose gradient is asked for; ``last_stride`` is False where a tensor's last dimension is not
+    contiguous; ``page_size`` is 0 outside paged calls.
+    """
+
+    kind: str = "attention"
+    dtype: str = "bf16"
+    dtype_kv: str = "bf16"
+    dtype_out: str = "bf16"
+    head_dim: int = 128
+    head_dim_v: int = 128
+    gqa_ratio: int = 1
+    causal: bool = False
+    window: bool = False
+    softcap: bool = False
+    alibi_slopes: bool = False
+    attn_mask: str = ""  # "" | "bool" | "additive" | "tree"
+    seqused_k: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    scales: bool = False
+    score_mod: str = ""
+    mask_mod: str = ""
+    epilogue: str = ""
+    return_lse: bool = False
+    grads: tuple[str, ...] = ()
+    deterministic: bool = False
+    last_stride: bool = True
+    page_size: int = 0
+    kv_layout: str = ""
+
+    def features(self) -> tuple[str, ...]:
+        """The names in FEATURES that this problem uses."""
+        used = {name: bool(getattr(self, name)) for name in FEATURES if hasattr(self, name)}
+        used.update({f"attn_mask_{form}": self.attn_mask == form for form in ("additive", "bool", "tree")})
+        used["gqa"] = self.gqa_ratio != 1
+        return tuple(name for name in FEATURES if used[name])
+
+    def __str__(self) -> str:
+        dtype = self.dtype if self.dtype == self.dtype_kv else f"{self.dtype}/{self.dtype_kv}"
+        dims = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        parts = [self.kind, dtype, f"head_dim {dims}"]
+        if self.gqa_ratio != 1:
+            parts.append(f"gqa {self.gqa_ratio}")
+        parts += [name for name in self.features() if name != "gqa"]
+        if self.page_size:
+            parts.append(f"pages of {self.page_size} {self.kv_layout}")
+        if self.grads:
+            parts.append("gradients of " + ", ".join(self.grads) + (" (deterministic)" if self.deterministic else ""))
+        return ", ".join(parts)
+
+    def as_dict(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class SizeBucket:
+    """Lengths as the planner sees them: each rounded up to a power of two, so that plans are few."""
+
+    batch: int = 1
+    num_heads_q: int = 1
+    seqlen_q: int = 1
+    seqlen_k: int = 1
+
+    @staticmethod
+    def of(batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int) -> SizeBucket:
+        return SizeBucket(*(_round_up(n) for n in (batch, num_heads_q, seqlen_q, seqlen_k)))
+
+
+def _round_up(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 0 else 0

@@ -1,0 +1,51 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021), in float32, of the first dimensions of a head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import status
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables of the angles. ``cos``, ``sin``: (positions, rotary_dim / 2), float.
+
+    Of each head, the first rotary_dim channels are rotated and the rest stay. Pairs are (i, i + rotary_dim / 2), or with ``interleaved``
+    (2i, 2i + 1).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name, t in (("cos", self.cos), ("sin", self.sin)):
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
+            if not t.is_floating_point():
+                raise TypeError(f"{name}: got {t.dtype}; allowed: a float dtype")
+            if t.dim() != 2 or t.shape != self.cos.shape or t.shape[1] < 1:
+                raise ValueError(f"{name}: got shape {tuple(t.shape)}; allowed: (positions, rotary_dim / 2), the same for cos and sin")
+        if not isinstance(self.interleaved, bool):
+            raise TypeError(f"interleaved: got {type(self.interleaved).__name__}; allowed: True or False")
+
+    def apply(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``x`` (..., heads, head_dim) rotated as tokens at ``positions`` (...): a new tensor of the dtype of x."""
+        last, width = self.cos.shape
+        if 2 * width > x.shape[-1]:
+            raise ValueError(f"rotary: got rotary_dim {2 * width}; allowed: up to head_dim, {x.shape[-1]}")
+        status.report("rotary", positions >= last, f"the table has {last} positions")
+        at = positions.clamp(0, max(last - 1, 0)).long()
+        cos, sin = (t[at].float()[..., None, :] for t in (self.cos, self.sin))
+        head, tail = x[..., : 2 * width].float(), x[..., 2 * width :]
+        if self.interleaved:
+            a, b = head[..., ::2], head[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+        else:
+            a, b = head[..., :width], head[..., width:]
+            turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+        return torch.cat((turned.to(x.dtype), tail), -1)

@@ -1,0 +1,51 @@
+"""The environment variables of xattn: all of them are read here, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLES = {
+    "XATTN_CACHE_DIR": "where compiled kernel images and converted models are kept (default: the user's cache folder)",
+    "XATTN_LOG_LEVEL": "level of the logger 'xattn': DEBUG, INFO, WARNING, ERROR (default: as the application set it)",
+    "XATTN_ARCHS": "architectures to build ahead of time, separated by commas",
+    "XATTN_VALIDATE": "'device' checks after every call what kernels reported, with a synchronisation",
+}
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def cache_dir() -> Path:
+    """Folder for everything that can be made again: images, converted models."""
+    own = os.environ.get("XATTN_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "xattn"
+
+
+def log_level() -> str | None:
+    """The level asked for, or None where the application decides."""
+    level = os.environ.get("XATTN_LOG_LEVEL", "").upper()
+    if level and level not in _LOG_LEVELS:
+        raise ValueError(f"XATTN_LOG_LEVEL is {level!r}; allowed: {', '.join(_LOG_LEVELS)}")
+    return level or None
+
+
+def archs() -> tuple[str, ...]:
+    """Architectures to build ahead of time; empty where none were named."""
+    return tuple(a.strip() for a in os.environ.get("XATTN_ARCHS", "").split(",") if a.strip())
+
+
+def validate_on_device() -> bool:
+    """Whether every call is followed by a synchronisation that raises what kernels reported."""
+    value = os.environ.get("XATTN_VALIDATE", "")
+    if value not in ("", "device"):
+        raise ValueError(f"XATTN_VALIDATE is {value!r}; allowed: 'device' or unset")
+    return value == "device"
+
+
+def visible_devices() -> dict[str, str]:
+    """The variables by which a user hides GPUs, as far as they are set."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    return {name: os.environ[name] for name in names if name in os.environ}

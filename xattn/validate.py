@@ -1,0 +1,330 @@
+"""The one validation layer. Everything the host can see is checked before anything is launched or written (contract 12).
+
+``number``, ``flag``, ``window`` and the like normalise Python arguments; ``call`` checks the tensors of a call against each other, on real and
+on fake tensors; ``values`` checks what only the device holds: at once on the CPU, by the status word on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import status
+from .inputs import DTYPES, FP8, Inputs, dtype_name
+
+_INT = (torch.int32, torch.int64)
+_FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OUT = (*DTYPES, torch.int8, torch.uint8)
+
+
+def fail(name: str, got: object, allowed: str, error: type[Exception] = ValueError) -> None:
+    raise error(f"{name}: got {got}; allowed: {allowed}")
+
+
+# ---------------------------------------------------------------- Python arguments
+def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """A finite number in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail(name, type(value).__name__, "a number", TypeError)
+    if not (low <= value <= high and -math.inf < value < math.inf):
+        bounds = f"a finite number{'' if low == -math.inf else f' from {low:g}'}{'' if high == math.inf else f' to {high:g}'}"
+        fail(name, value, bounds)
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        fail(name, type(value).__name__, "True or False", TypeError)
+    return value
+
+
+def count(name: str, value: Any, low: int = 0) -> int:
+    """A whole number, concrete or symbolic."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        fail(name, type(value).__name__, "a whole number", TypeError)
+    if value < low:
+        fail(name, value, f"a whole number from {low}")
+    return value
+
+
+def window(value: Any) -> tuple[int | None, int | None]:
+    """(left, right), inclusive distances; None on a side is unbounded."""
+    if value is None:
+        return None, None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        fail("window", repr(value), "None or (left, right), each None or a distance from 0", TypeError)
+    for side in value:
+        if side is None:
+            continue
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            fail("window", f"{type(side).__name__} in {value!r}", "distances from 0, or None for unbounded", TypeError)
+        if side < 0:
+            fail("window", tuple(value), "distances from 0; use None, not a negative number, for a side without bound")
+    return value[0], value[1]
+
+
+def tensor(name: str, value: Any, optional: bool = True) -> Tensor | None:
+    if value is None and optional:
+        return None
+    if not isinstance(value, Tensor):
+        fail(name, type(value).__name__, "a torch.Tensor" + (" or None" if optional else ""), TypeError)
+    return value
+
+
+def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
+    """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.full((), number(name, value), dtype=torch.float32, device=like.device)
+
+
+# ---------------------------------------------------------------- tensors of a call
+def call(x: Inputs, grads: Sequence[str] = ()) -> None:
+    """Checks one call. Raises ValueError or TypeError that names the argument, what was got and what is allowed."""
+    for name, t in x.tensors().items():
+        if t.layout is not torch.strided:
+            fail(name, str(t.layout), "a dense (strided) tensor")
+        if t.device != x.q.device:
+            fail(name, f"device {t.device}", f"the device of q, {x.q.device}")
+    _dtypes(x)
+    {"attention": _dense, "varlen": _varlen, "paged": _paged}[x.kind](x)
+    _heads(x)
+    _masks(x)
+    _numbers(x)
+    if grads:
+        if x.kind == "paged":
+            fail("q", "a tensor that requires a gradient", "attention_paged has no gradient: call it under torch.no_grad()", RuntimeError)
+        if x.dtype_out not in _FLOAT:
+            fail("out_dtype", x.dtype_out, "a dtype of 16 or more bits where a gradient is asked for")
+
+
+def _dtypes(x: Inputs) -> None:
+    q, k, v = (dtype_name(t.dtype) for t in (x.q, x.k, x.v))
+    for name, got in (("q", q), ("k", k), ("v", v)):
+        if got not in DTYPES.values():
+            fail(name, got, ", ".join(DTYPES.values()), TypeError)
+    if k != v:
+        fail("v", v, f"the dtype of k, {k}", TypeError)
+    if q != k and not (q in ("bf16", "fp16", "fp32") and k in FP8):
+        fail("k, v", k, f"the dtype of q, {q}, or fp8 under a bf16, fp16 or fp32 q", TypeError)
+    if x.out_dtype is not None and x.out_dtype not in _OUT:
+        fail("out_dtype", x.out_dtype, ", ".join(map(dtype_name, _OUT)), TypeError)
+
+
+def _rank(name: str, t: Tensor, shape: tuple[str, ...]) -> None:
+    if t.dim() != len(shape):
+        fail(name, f"shape {tuple(t.shape)}", f"({', '.join(shape)})")
+
+
+def _shape(name: str, t: Tensor, *allowed: tuple[Any, ...]) -> None:
+    if not any(t.dim() == len(a) and all(m == n for m, n in zip(t.shape, a, strict=True)) for a in allowed):
+        fail(name, f"shape {tuple(t.shape)}", " or ".join(str(tuple(a)) for a in allowed))
+
+
+def _integer(name: str, t: Tensor) -> None:
+    if t.dtype not in _INT:
+        fail(name, t.dtype, "torch.int32 or torch.int64", TypeError)
+
+
+def _dense(x: Inputs) -> None:
+    _rank("q", x.q, ("batch", "seqlen_q", "heads_q", "head_dim"))
+    _rank("k", x.k, ("batch", "seqlen_k", "heads_kv", "head_dim"))
+    _rank("v", x.v, ("batch", "seqlen_k", "heads_kv", "head_dim_v"))
+    _shape("k", x.k, (x.q.shape[0], x.k.shape[1], x.k.shape[2], x.q.shape[3]))
+    _shape("v", x.v, (*x.k.shape[:3], x.v.shape[3]))
+
+
+def _varlen(x: Inputs) -> None:
+    _rank("q", x.q, ("total_q", "heads_q", "head_dim"))
+    _rank("k", x.k, ("total_k", "heads_kv", "head_dim"))
+    _rank("v", x.v, ("total_k", "heads_kv", "head_dim_v"))
+    _shape("k", x.k, (x.k.shape[0], x.k.shape[1], x.q.shape[2]))
+    _shape("v", x.v, (*x.k.shape[:2], x.v.shape[2]))
+    assert x.cu_seqlens_q is not None and x.cu_seqlens_k is not None
+    for name, t in (("cu_seqlens_q", x.cu_seqlens_q), ("cu_seqlens_k", x.cu_seqlens_k)):
+        _integer(name, t)
+        _rank(name, t, ("batch + 1",))
+        if t.shape[0] < 1:
+            fail(name, "no element", "batch + 1 elements, the first of them 0")
+    _shape("cu_seqlens_k", x.cu_seqlens_k, tuple(x.cu_seqlens_q.shape))
+    count("max_seqlen_q", x.max_seqlen_q)
+    count("max_seqlen_k", x.max_seqlen_k)
+
+
+def _paged(x: Inputs) -> None:
+    if x.kv_layout not in ("NHD", "HND"):
+        fail("kv_layout", repr(x.kv_layout), "'NHD' or 'HND'")
+    names = ("num_pages", "page_size", "heads_kv") if x.kv_layout == "NHD" else ("num_pages", "heads_kv", "page_size")
+    _rank("k_cache", x.k, (*names, "head_dim"))
+    _rank("v_cache", x.v, (*names, "head_dim_v"))
+    _shape("k_cache", x.k, (*x.k.shape[:3], x.q.shape[-1]))
+    _shape("v_cache", x.v, (*x.k.shape[:3], x.v.shape[3]))
+    if x.page_size < 1:
+        fail("k_cache", f"page_size {x.page_size}", "a page_size from 1")
+    if x.cu_seqlens_q is None:
+        _rank("q", x.q, ("batch", "seqlen_q", "heads_q", "head_dim"))
+    else:
+        _rank("q", x.q, ("total_q", "heads_q", "head_dim"))
+        _integer("cu_seqlens_q", x.cu_seqlens_q)
+        _rank("cu_seqlens_q", x.cu_seqlens_q, ("batch + 1",))
+        if x.cu_seqlens_q.shape[0] < 1:
+            fail("cu_seqlens_q", "no element", "batch + 1 elements, the first of them 0")
+    assert x.page_table is not None and x.seqlens_k is not None
+    _integer("page_table", x.page_table)
+    _rank("page_table", x.page_table, ("batch", "max_pages"))
+    _shape("page_table", x.page_table, (x.batch, x.page_table.shape[1]))
+    _integer("seqlens_k", x.seqlens_k)
+    _shape("seqlens_k", x.seqlens_k, (x.batch,))
+    if x.num_splits is not None:
+        count("num_splits", x.num_splits, 1)
+
+
+def _heads(x: Inputs) -> None:
+    if x.head_dim < 1 or x.head_dim_v < 1:
+        fail("head_dim", (x.head_dim, x.head_dim_v), "head_dim and head_dim_v from 1")
+    if x.num_heads_kv < 1 or x.num_heads_q < 1 or x.num_heads_q % x.num_heads_kv:
+        fail("q", f"{x.num_heads_q} heads", f"a multiple of the {x.num_heads_kv} heads of k, at least one")
+
+
+def _masks(x: Inputs) -> None:
+    b, hq, hkv = x.batch, x.num_heads_q, x.num_heads_kv
+    if x.attn_mask is not None:
+        mask = x.attn_mask
+        if x.kind == "paged":
+            total = x.q.shape[0] if x.packed else x.q.shape[0] * x.q.shape[1]
+            if mask.dtype != torch.bool:
+                fail("attn_mask", mask.dtype, "torch.bool in paged calls (a tree mask over the new tokens)", TypeError)
+            _shape("attn_mask", mask, (total, x.seqlen_q))
+        else:
+            if mask.dtype != torch.bool and mask.dtype not in _FLOAT:
+                fail("attn_mask", mask.dtype, "torch.bool, or a float dtype to be added", TypeError)
+            full = (b, hq, x.seqlen_q, x.seqlen_k)
+            dims = zip(reversed(mask.shape), reversed(full), strict=False)
+            if mask.dim() > 4 or not all(m == n or m == 1 for m, n in dims):
+                fail("attn_mask", f"shape {tuple(mask.shape)}", f"a shape that broadcasts to {full} (batch, heads_q, seqlen_q, seqlen_k)")
+    if x.alibi_slopes is not None:
+        _floating("alibi_slopes", x.alibi_slopes)
+        _shape("alibi_slopes", x.alibi_slopes, (hq,), (b, hq))
+    if x.sinks is not None:
+        _floating("sinks", x.sinks)
+        _shape("sinks", x.sinks, (hq,))
+    if x.seqused_k is not None:
+        _integer("seqused_k", x.seqused_k)
+        _shape("seqused_k", x.seqused_k, (b,))
+    for name in ("q_scale", "k_scale", "v_scale"):
+        t = getattr(x, name)
+        if t is not None:
+            if t.dtype != torch.float32:
+                fail(name, t.dtype, "torch.float32", TypeError)
+            _shape(name, t, (), (b, hkv))
+
+
+def _floating(name: str, t: Tensor) -> None:
+    if t.dtype not in _FLOAT:
+        fail(name, t.dtype, "a float dtype of 16 or more bits", TypeError)
+
+
+def _numbers(x: Inputs) -> None:
+    for name in ("window_left", "window_right"):
+        side = getattr(x, name)
+        if side is not None and side < 0:
+            fail("window", side, "distances from 0; use None, not a negative number, for a side without bound")
+    number("softcap", x.softcap, low=0.0)
+    number("dropout_p", x.dropout_p, 0.0, 1.0)
+    if x.softmax_scale is not None:
+        number("softmax_scale", x.softmax_scale)
+    if x.dropout_rng is not None:
+        if x.dropout_rng.dtype != torch.int64:
+            fail("dropout_rng", x.dropout_rng.dtype, "torch.int64", TypeError)
+        _shape("dropout_rng", x.dropout_rng, (2,))
+    elif x.dropout_p > 0:
+        fail("dropout_rng", None, "an int64[2] tensor (seed, offset) where the op is called directly with dropout_p > 0")
+    if x.dropout_p > 0 and x.kind == "paged":
+        fail("dropout_p", x.dropout_p, "0 in paged calls")
+
+
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seqlens_k: Tensor,
+    k_new: Tensor,
+    v_new: Tensor | None,
+    cu_seqlens_new: Tensor | None,
+    kv_layout: str,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Checks what is to be written into a paged cache; the cache itself is checked by ``call`` as well."""
+    if kv_layout not in ("NHD", "HND"):
+        fail("kv_layout", repr(kv_layout), "'NHD' or 'HND'")
+    heads_dim = 2 if kv_layout == "NHD" else 1
+    named = {"k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "seqlens_k": seqlens_k, "k_new": k_new}
+    named |= {n: t for n, t in (("v_new", v_new), ("cu_seqlens_new", cu_seqlens_new), ("k_scale", k_scale), ("v_scale", v_scale)) if t is not None}
+    for name, t in named.items():
+        if t.device != k_cache.device:
+            fail(name, f"device {t.device}", f"the device of k_cache, {k_cache.device}")
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _rank(name, t, ("num_pages", "page_size", "heads_kv", "head_dim"))
+    for name, t in (("page_table", page_table), ("seqlens_k", seqlens_k)):
+        _integer(name, t)
+    _rank("page_table", page_table, ("batch", "max_pages"))
+    batch = page_table.shape[0]
+    _shape("seqlens_k", seqlens_k, (batch,))
+    heads = k_cache.shape[heads_dim]
+    lead = k_new.shape[:-2]
+    if cu_seqlens_new is None:
+        _rank("k_new", k_new, ("batch", "seqlen_new", "heads_kv", "head_dim"))
+        _shape("k_new", k_new, (batch, k_new.shape[1], heads, k_cache.shape[3]))
+    else:
+        _integer("cu_seqlens_new", cu_seqlens_new)
+        _shape("cu_seqlens_new", cu_seqlens_new, (batch + 1,))
+        _rank("k_new", k_new, ("total_new", "heads_kv", "head_dim"))
+        _shape("k_new", k_new, (k_new.shape[0], heads, k_cache.shape[3]))
+    for name, t in (("k_new", k_new), ("v_new", v_new)):
+        if t is None:
+            continue
+        if t.dtype not in DTYPES:
+            fail(name, t.dtype, ", ".join(DTYPES.values()), TypeError)
+        if dtype_name(k_cache.dtype) not in FP8 and t.dtype != k_cache.dtype:
+            fail(name, t.dtype, f"the dtype of the cache, {k_cache.dtype}", TypeError)
+    if v_new is not None:
+        _shape("v_new", v_new, (*lead, heads, v_cache.shape[3]))
+    elif v_cache.numel() and v_cache.untyped_storage().data_ptr() != k_cache.untyped_storage().data_ptr():
+        fail("v_new", None, "a tensor; it may be left out only where v_cache is a view of k_cache")
+    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if t is not None:
+            if t.dtype != torch.float32:
+                fail(name, t.dtype, "torch.float32", TypeError)
+            _shape(name, t, (), (batch, heads))
+
+
+# ---------------------------------------------------------------- values on the device
+def values(x: Inputs) -> None:
+    """Checks lengths, offsets and page ids where they are: raises on the CPU, sets the status word on a GPU."""
+    if x.cu_seqlens_q is not None:
+        offsets("cu_seqlens_q", x.cu_seqlens_q, x.q.shape[0], x.max_seqlen_q, "max_seqlen_q")
+    if x.cu_seqlens_k is not None:
+        offsets("cu_seqlens_k", x.cu_seqlens_k, x.k.shape[0], x.max_seqlen_k, "max_seqlen_k")
+    if x.seqused_k is not None:
+        room = x.k.shape[1] if x.kind == "attention" else x.cu_seqlens_k[1:] - x.cu_seqlens_k[:-1]
+        status.report("seqlens_k", (x.seqused_k < 0) | (x.seqused_k > room), "seqused_k")
+    if x.kind == "paged":
+        room = x.page_table.shape[1] * x.page_size
+        status.report("seqlens_k", (x.seqlens_k < 0) | (x.seqlens_k > room), f"seqlens_k, room for {room} tokens")
+        first = torch.arange(x.page_table.shape[1], device=x.q.device) * x.page_size
+        used = first < x.seqlens_k[:, None]
+        status.report("page_table", used & ((x.page_table < 0) | (x.page_table >= x.k.shape[0])))
+
+
+def offsets(name: str, cu_seqlens: Tensor, total: int, longest: int | None = None, longest_name: str = "") -> None:
+    if cu_seqlens.shape[0] < 1:
+        return
+    length = cu_seqlens[1:] - cu_seqlens[:-1]
+    status.report("cu_seqlens", (cu_seqlens[:1] != 0) | (cu_seqlens[-1:] > total) | (length < 0).any(), name)
+    if longest is not None:
+        status.report("max_seqlen", length > longest, f"{longest_name} = {longest}")
