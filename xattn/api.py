@@ -1,4 +1,5 @@
-"""The public functions. Each normalises its Python arguments and calls one op; meaning and errors are those of the ops."""
+"""The public functions. Each normalises its Python arguments and calls one op; meaning and errors are those of the
+ops."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from .capability import Capability, Refusal
 from .device import Device, detect, from_arch
 from .device import default as default_device
 from .device import of as device_of
+from .errors import UnsupportedError
 from .fusion import Epilogue
 from .inputs import Inputs, Mod
-from .problem import FEATURES, GRADS, Problem
+from .problem import FEATURES, GRADS, Problem, SizeBucket
 from .rotary import Rotary
 
 
@@ -50,24 +52,28 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * softmax_scale) v for every head, in one pass.
 
-    Order: scores = q.k * softmax_scale (and the scales) -> softcap -> score_mod -> + ALiBi -> + attn_mask -> masks (causal, window, mask_mod,
-    seqused_k, boolean attn_mask) -> sink -> softmax -> dropout -> v -> epilogue.
+    Order: scores = q.k * softmax_scale (and the scales) -> softcap -> score_mod -> + ALiBi -> + attn_mask -> masks
+    (causal, window, mask_mod, seqused_k, boolean attn_mask) -> sink -> softmax -> dropout -> v -> epilogue.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim). k: (batch, seqlen_k, heads_kv, head_dim). v: (batch, seqlen_k, heads_kv, head_dim_v). heads_q is a
-            multiple of heads_kv: query head h reads head h // (heads_q / heads_kv). fp16, bf16, fp32, fp64 or fp8, any strides.
+        q: (batch, seqlen_q, heads_q, head_dim). k: (batch, seqlen_k, heads_kv, head_dim). v: (batch, seqlen_k,
+            heads_kv, head_dim_v). heads_q is a
+            multiple of heads_kv: query head h reads head h // (heads_q / heads_kv). fp16, bf16, fp32, fp64 or fp8, any
+                strides.
         causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom-right).
-        window: (left, right), inclusive distances from that diagonal; None on a side is unbounded, 0 is a real distance.
+        window: (left, right), inclusive distances from that diagonal; None on a side is unbounded, 0 is a real
+            distance.
         softmax_scale: default head_dim ** -0.5.
         softcap: scores become softcap * tanh(scores / softcap); 0 is off.
         attn_mask: boolean (True keeps) or a float added, broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
         alibi_slopes: (heads_q,) or (batch, heads_q), float: -slope * |i + seqlen_k - seqlen_q - j| is added (Press et al., 2022).
         sinks: (heads_q,), natural-log logits, not scaled, of one more key whose value is 0; lse includes it.
         seqused_k: (batch,), int32 or int64: keys from there on do not exist.
-        dropout_p: in [0, 1]; kept weights are scaled by 1 / (1 - dropout_p). dropout_rng: int64[2] (seed, offset) on the device; drawn from torch's
-            generator of the device when not given. Equal pairs give equal masks everywhere (rng.py).
-        score_mod: fn(score, b, h, q_idx, kv_idx) -> score; mask_mod: fn(b, h, q_idx, kv_idx) -> True where seen, as FlexAttention's. Tensors that they
-            capture may require gradients (score_mod).
+        dropout_p: in [0, 1]; kept weights are scaled by 1 / (1 - dropout_p). dropout_rng: int64[2] (seed, offset) on
+            the device; drawn from torch's generator of the device when not given. Equal pairs give equal masks
+            everywhere (rng.py).
+        score_mod: fn(score, b, h, q_idx, kv_idx) -> score; mask_mod: fn(b, h, q_idx, kv_idx) -> True where seen, as
+            FlexAttention's. Tensors that they capture may require gradients (score_mod).
         epilogue: an ``Epilogue`` applied to the output before it is rounded.
         q_scale, k_scale, v_scale: numbers or float32 tensors, 0-d or (batch, heads_kv), that multiply q, k, v.
         return_lse: also return the logsumexp of the scores.
@@ -76,8 +82,9 @@ def attention(
         backend: the name of the only backend to ask; it never falls back.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q (bf16 for fp8), contiguous; with return_lse (out, lse), lse in natural
-        log, float32, (batch, heads_q, seqlen_q). A row that sees no key has out 0, lse -inf and gradients 0.
+        out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q (bf16 for fp8), contiguous; with return_lse (out,
+        lse), lse in natural log, float32, (batch, heads_q, seqlen_q). A row that sees no key has out 0, lse -inf and
+        gradients 0.
 
     Raises:
         TypeError, ValueError: an argument is not what is allowed; nothing was launched or written.
@@ -123,8 +130,8 @@ def attention_varlen(
 
     Args:
         q: (total_q, heads_q, head_dim). k: (total_k, heads_kv, head_dim). v: (total_k, heads_kv, head_dim_v).
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32 or int64, on the device of q: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1].
-            Rows behind the last offset belong to no sequence and come out as empty rows.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32 or int64, on the device of q: sequence b is rows cu_seqlens[b]
+            to cu_seqlens[b + 1]. Rows behind the last offset belong to no sequence and come out as empty rows.
         max_seqlen_q, max_seqlen_k: at least the longest sequence; an upper bound will do.
         attn_mask: broadcastable to (batch, heads_q, max_seqlen_q, max_seqlen_k), indexed within each sequence.
         Everything else: see ``attention``. Indices given to score_mod and the others count within the sequence.
@@ -133,8 +140,8 @@ def attention_varlen(
         out (total_q, heads_q, head_dim_v); with return_lse (out, lse), lse (heads_q, total_q).
 
     Raises:
-        As ``attention``; DeviceValueError (on the CPU at once, on a GPU from ``check_errors``) for offsets that decrease or leave the tensor
-        and for a max_seqlen that is too small.
+        As ``attention``; DeviceValueError (on the CPU at once, on a GPU from ``check_errors``) for offsets that
+        decrease or leave the tensor and for a max_seqlen that is too small.
     """
     common = dict(locals())
     for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
@@ -184,28 +191,32 @@ def attention_paged(
     """Attention over a paged cache, after writing new tokens into it if there are any. It has no gradient.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with cu_seqlens_q (batch + 1,). Query i of a sequence stands at position
-            length - seqlen_q + i, where length counts its tokens, the new ones included: that is its q_idx.
-        k_cache, v_cache: (num_pages, page_size, heads_kv, head_dim) for kv_layout "NHD", (num_pages, heads_kv, page_size, head_dim) for "HND", any
-            strides; v_cache may be a view of k_cache.
-        page_table: (batch, max_pages), int32 or int64: the pages of each sequence; what stands behind its length is never looked at.
+        q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with cu_seqlens_q (batch + 1,). Query i
+            of a sequence stands at position length - seqlen_q + i, where length counts its tokens, the new ones
+            included: that is its q_idx.
+        k_cache, v_cache: (num_pages, page_size, heads_kv, head_dim) for kv_layout "NHD", (num_pages, heads_kv,
+            page_size, head_dim) for "HND", any strides; v_cache may be a view of k_cache.
+        page_table: (batch, max_pages), int32 or int64: the pages of each sequence; what stands behind its length is
+            never looked at.
         seqlens_k: (batch,), int32 or int64: tokens in the cache before the call. It is not modified.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, the new tokens included: hints.
-        k_new, v_new: (batch, seqlen_new, heads_kv, head_dim), or packed with cu_seqlens_new (batch + 1,): written behind the seqlens_k tokens, and part of the
-            attention. The cache is changed. Scales divide them; fp8 caches clamp them. v_new may be left out where v_cache is a view of
-            k_cache.
+        k_new, v_new: (batch, seqlen_new, heads_kv, head_dim), or packed with cu_seqlens_new (batch + 1,): written
+            behind the seqlens_k tokens, and part of the attention. The cache is changed. Scales divide them; fp8 caches
+            clamp them. v_new may be left out where v_cache is a view of k_cache.
         rotary: applied to k_new before it is written, and to q, at their positions.
-        num_splits: how many parts of the keys native kernels work on at once; None leaves it to them. Fallbacks work in one part.
-        attn_mask: boolean (total_q, max_seqlen_q), a tree mask: which of the sequence's new tokens each query sees; older keys are visible. The
-            queries are then the newest tokens.
+        num_splits: how many parts of the keys native kernels work on at once; None leaves it to them. Fallbacks work in
+            one part.
+        attn_mask: boolean (total_q, max_seqlen_q), a tree mask: which of the sequence's new tokens each query sees;
+            older keys are visible. The queries are then the newest tokens.
         Everything else: see ``attention``.
 
     Returns:
-        out shaped like q with head_dim_v; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) or (heads_q, total_q).
+        out shaped like q with head_dim_v; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) or (heads_q,
+        total_q).
 
     Raises:
-        As ``attention_varlen``; also DeviceValueError for a page id or length out of range, and for new tokens without room: on the CPU
-        before anything is written, on a GPU those are not written and ``check_errors`` raises.
+        As ``attention_varlen``; also DeviceValueError for a page id or length out of range, and for new tokens without
+        room: on the CPU before anything is written, on a GPU those are not written and ``check_errors`` raises.
     """
     common = dict(locals())
     for name in ("q", "k_cache", "v_cache", "page_table", "seqlens_k", "k_new", "v_new", "cu_seqlens_new", "rotary"):
@@ -213,7 +224,12 @@ def attention_paged(
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "seqlens_k": seqlens_k}
     for name, t in given.items():
         validate.tensor(name, t, optional=False)
-    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("k_new", k_new), ("v_new", v_new), ("cu_seqlens_new", cu_seqlens_new)):
+    for name, t in (
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("k_new", k_new),
+        ("v_new", v_new),
+        ("cu_seqlens_new", cu_seqlens_new),
+    ):
         validate.tensor(name, t)
     for name in ("max_seqlen_q", "max_seqlen_k", "num_splits"):
         if common[name] is not None:
@@ -226,13 +242,12 @@ def attention_paged(
         return _call("paged", (q, k_cache, v_cache, page_table, seqlens_k), common)
 
     # Everything is checked before the cache is touched: the attention as if the tokens were there, then the tokens.
-    k_scale, v_scale = (validate.scale(n, common[n], q) for n in ("k_scale", "v_scale"))
-    common |= {"k_scale": k_scale, "v_scale": v_scale}
-    lengths = seqlens_k
+    common |= {name: validate.scale(name, common[name], q) for name in ("k_scale", "v_scale")}
+    scales = (common["k_scale"], common["v_scale"])
+    lengths: Tensor = seqlens_k
     if k_new is not None:
-        validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
-        new = k_new.shape[1] if cu_seqlens_new is None else cu_seqlens_new[1:] - cu_seqlens_new[:-1]
-        lengths = seqlens_k + new
+        validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, *scales)
+        lengths = seqlens_k + (k_new.shape[1] if cu_seqlens_new is None else cu_seqlens_new[1:] - cu_seqlens_new[:-1])
     check = _prepare("paged", (q, k_cache, v_cache, page_table, lengths), common)
     validate.call(ops.record("paged", *check), _asked(ops.record("paged", *check)))
     if k_new is not None:
@@ -246,8 +261,8 @@ def attention_paged(
             v_new,
             cu_seqlens_new=cu_seqlens_new,
             kv_layout=kv_layout,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            k_scale=scales[0],
+            v_scale=scales[1],
             rotary_cos=cos,
             rotary_sin=sin,
             rotary_interleaved=interleaved,
@@ -262,25 +277,45 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 
     Args:
         outs: partial outputs, each (batch, seqlen_q, heads_q, head_dim_v), or packed (total_q, heads_q, head_dim_v).
-        lses: their logsumexps, each (batch, heads_q, seqlen_q) or (heads_q, total_q), float32. Sinks must be part of exactly one.
+        lses: their logsumexps, each (batch, heads_q, seqlen_q) or (heads_q, total_q), float32. Sinks must be part of
+            exactly one.
 
     Returns:
-        (out, lse) of the same shapes and dtypes. out = sum_n out_n exp(lse_n - lse) with lse = log sum_n exp(lse_n); where every part is empty, out 0
-        and lse -inf. Both are differentiable.
+        (out, lse) of the same shapes and dtypes. out = sum_n out_n exp(lse_n - lse) with lse = log sum_n exp(lse_n);
+        where every part is empty, out 0 and lse -inf. Both are differentiable.
     """
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
-        validate.fail("outs, lses", f"{len(outs)} and {len(lses)} tensors", "as many of one as of the other, at least one")
+        validate.fail(
+            "outs, lses", f"{len(outs)} and {len(lses)} tensors", "as many of one as of the other, at least one"
+        )
     for name, parts in (("outs", outs), ("lses", lses)):
         for t in parts:
             validate.tensor(name, t, optional=False)
-            if t.shape != parts[0].shape or t.device != outs[0].device or t.dtype != parts[0].dtype or not t.is_floating_point():
+            if (
+                t.shape != parts[0].shape
+                or t.device != outs[0].device
+                or t.dtype != parts[0].dtype
+                or not t.is_floating_point()
+            ):
                 got = f"shape {tuple(t.shape)}, {t.dtype}, {t.device}"
-                validate.fail(name, got, f"shape {tuple(parts[0].shape)}, {parts[0].dtype}, {outs[0].device}: floats, alike")
+                validate.fail(
+                    name, got, f"shape {tuple(parts[0].shape)}, {parts[0].dtype}, {outs[0].device}: floats, alike"
+                )
     out, lse = outs[0], lses[0]
-    shape = (out.shape[1], out.shape[0]) if out.dim() == 3 else (out.shape[0], out.shape[2], out.shape[1]) if out.dim() == 4 else None
+    shape = (
+        (out.shape[1], out.shape[0])
+        if out.dim() == 3
+        else (out.shape[0], out.shape[2], out.shape[1])
+        if out.dim() == 4
+        else None
+    )
     if shape is None or tuple(lse.shape) != shape:
-        validate.fail("lses", f"shape {tuple(lse.shape)} for outs of {tuple(out.shape)}", "(batch, heads_q, seqlen_q), or (heads_q, total_q) for packed outs")
+        validate.fail(
+            "lses",
+            f"shape {tuple(lse.shape)} for outs of {tuple(out.shape)}",
+            "(batch, heads_q, seqlen_q), or (heads_q, total_q) for packed outs",
+        )
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
     stacked = torch.stack(lses).to(dtype)
     top = stacked.detach().amax(0)
@@ -300,11 +335,16 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 def explain(*args: Any, kind: str = "attention", device: Any = None, **kwargs: Any) -> dispatch.Plan:
     """The plan of a call, without making it: which backend, how, and why not the others.
 
-    Args: those of ``attention``, ``attention_varlen`` or ``attention_paged``, by ``kind`` ("attention", "varlen", "paged"); meta tensors are welcome.
-    ``device``: a torch device, an ``xattn.device.Device``, or an architecture by name ("sm_90", "gfx942", "cpu") that need not be present; default is
-    the device of q, and for meta tensors the best device here. Bad arguments raise as in the call.
+    Args: those of ``attention``, ``attention_varlen`` or ``attention_paged``, by ``kind`` ("attention", "varlen",
+    "paged"); meta tensors are welcome. ``device``: a torch device, an ``xattn.device.Device``, or an architecture by
+    name ("sm_90", "gfx942", "cpu") that need not be present; default is the device of q, and for meta tensors the best
+    device here. Bad arguments raise as in the call.
     """
-    functions = {"attention": attention, "varlen": attention_varlen, "paged": attention_paged}
+    functions: dict[str, Callable[..., Any]] = {
+        "attention": attention,
+        "varlen": attention_varlen,
+        "paged": attention_paged,
+    }
     if kind not in functions:
         validate.fail("kind", repr(kind), ", ".join(functions))
     inputs, backend = _describe(functions[kind], kind, args, kwargs)
@@ -316,13 +356,15 @@ def explain(*args: Any, kind: str = "attention", device: Any = None, **kwargs: A
 
 
 def supported(*args: Any, kind: str = "attention", device: Any = None, **kwargs: Any) -> bool:
-    """Whether some backend (or the one named by ``backend``) answers the call natively or not; arguments as in ``explain``."""
+    """Whether some backend (or the one named by ``backend``) answers the call natively or not; arguments as in
+    ``explain``."""
     return explain(*args, kind=kind, device=device, **kwargs).backend is not None
 
 
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Within it, a row's result does not depend on the other sequences of the call, bit for bit: split counts and groups are fixed."""
+    """Within it, a row's result does not depend on the other sequences of the call, bit for bit: split counts and
+    groups are fixed."""
     token = segments.one_by_one.set(True)
     try:
         yield
@@ -331,10 +373,11 @@ def batch_invariant() -> Iterator[None]:
 
 
 def check_errors(device: torch.device | str | int | None = None) -> None:
-    """Waits for the GPU (all that xattn used, or ``device``) and raises DeviceValueError with what kernels reported; clears it.
+    """Waits for the GPU (all that xattn used, or ``device``) and raises DeviceValueError with what kernels reported;
+    clears it.
 
-    Values that only the device can see (lengths, offsets, page ids) are checked there without stopping the host. With the environment variable
-    XATTN_VALIDATE=device every call does this. On the CPU bad values raise at once.
+    Values that only the device can see (lengths, offsets, page ids) are checked there without stopping the host. With
+    the environment variable XATTN_VALIDATE=device every call does this. On the CPU bad values raise at once.
     """
     status.check_errors(device)
 
@@ -371,11 +414,13 @@ def capabilities(device: Any = None) -> Capabilities:
     target = default_device() if device is None else _device(device)
     able, refused = [], []
     for backend in dispatch.REGISTRY:
-        fits = [c for c in backend.capabilities() if target.vendor in c.vendors and (not c.archs or target.arch in c.archs)]
+        fits = [
+            c for c in backend.capabilities() if target.vendor in c.vendors and (not c.archs or target.arch in c.archs)
+        ]
         if fits:
             able.append((backend.name, fits[0]))
         else:
-            refused.append((backend.name, backend.check(Problem(), target)[0]))
+            refused.append((backend.name, backend.check(Problem(), SizeBucket(), target)[0]))
     return Capabilities(target, tuple(able), tuple(refused))
 
 
@@ -388,7 +433,9 @@ def _device(device: Any) -> Device:
         if device.split(":")[0] in ("cuda", "meta", "mps", "xpu"):
             return device_of(torch.device(device))
         return from_arch(device)
-    return validate.fail("device", type(device).__name__, "a torch.device, an architecture by name, an xattn Device, or None", TypeError)
+    return validate.fail(
+        "device", type(device).__name__, "a torch.device, an architecture by name, an xattn Device, or None", TypeError
+    )
 
 
 # ---------------------------------------------------------------- from Python arguments to ops
@@ -400,9 +447,15 @@ def _call(kind: str, args: tuple, common: dict[str, Any]) -> Any:
     if not torch.compiler.is_compiling() and autograd.transforms_active():
         inputs = ops.record(kind, positional, kwargs)
         asked = [t is not None and t.is_floating_point() and t.dtype.itemsize > 1 for _, t in inputs.differentiable()]
-        result, lse = autograd.Attention.apply(inputs.without_tensors(), asked if kind != "paged" else None, *inputs.flat())
+        result, lse = autograd.Attention.apply(
+            inputs.without_tensors(), asked if kind != "paged" else None, *inputs.flat()
+        )
     else:
-        op = {"attention": torch.ops.xattn.attention, "varlen": torch.ops.xattn.attention_varlen, "paged": torch.ops.xattn.attention_paged}[kind]
+        op = {
+            "attention": torch.ops.xattn.attention,
+            "varlen": torch.ops.xattn.attention_varlen,
+            "paged": torch.ops.xattn.attention_paged,
+        }[kind]
         result, lse = op(*positional, **kwargs)
     if out is not None:
         result = out.copy_(result)
@@ -414,7 +467,9 @@ def _prepare(kind: str, args: tuple, common: dict[str, Any], trace: bool = True)
     q = args[0]
     for name, t in zip(("q", "k", "v"), args, strict=False):
         validate.tensor(name, t, optional=False)
-    kwargs = {n: value for n, value in common.items() if n not in ("window", "score_mod", "mask_mod", "epilogue", "out")}
+    kwargs = {
+        n: value for n, value in common.items() if n not in ("window", "score_mod", "mask_mod", "epilogue", "out")
+    }
     for name in ("attn_mask", "alibi_slopes", "sinks", "seqused_k", "dropout_rng"):
         validate.tensor(name, kwargs.get(name))
     for name in ("causal", "return_lse"):
@@ -435,26 +490,40 @@ def _prepare(kind: str, args: tuple, common: dict[str, Any], trace: bool = True)
     epilogue = common["epilogue"]
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         validate.fail("epilogue", type(epilogue).__name__, "an xattn.Epilogue or None", TypeError)
-    functions = {"score_mod": common["score_mod"], "mask_mod": common["mask_mod"], "epilogue": epilogue.fn if epilogue else None}
+    functions = {
+        "score_mod": common["score_mod"],
+        "mask_mod": common["mask_mod"],
+        "epilogue": epilogue.fn if epilogue else None,
+    }
     for role, fn in functions.items():
         if fn is None:
             continue
         if not callable(fn):
             validate.fail(role, type(fn).__name__, "a function, or None", TypeError)
-        mod, aux = fusion.trace(role, fn, q.device, epilogue.aux if role == "epilogue" else ())
-        kwargs[role], kwargs[f"{role}_aux"] = fusion.intern(mod), list(aux) or None
+        if torch.compiler.is_exporting():
+            raise UnsupportedError(
+                f"{role}: user functions do not travel in exported modules; export the model without it"
+            )
+        key, aux = fusion.trace(role, fn, q.device, epilogue.aux if role == "epilogue" and epilogue else ())
+        kwargs[role], kwargs[f"{role}_aux"] = key, aux or None
     if epilogue is not None:
         kwargs["out_dtype"] = epilogue.out_dtype
     return args, kwargs
 
 
-def _describe(function: Callable[..., Any], kind: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Inputs, str | None]:
+def _describe(
+    function: Callable[..., Any], kind: str, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Inputs, str | None]:
     """The record of a call of a public function that is not made: user functions are noted, not traced."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     common = dict(bound.arguments)
     tensors = ("k_cache", "v_cache") if kind == "paged" else ("k", "v")
-    names = {"attention": (), "varlen": ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "paged": ("page_table", "seqlens_k")}
+    names = {
+        "attention": (),
+        "varlen": ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        "paged": ("page_table", "seqlens_k"),
+    }
     positional = tuple(common.pop(n) for n in ("q", *tensors, *names[kind]))
     for name in ("k_new", "v_new", "cu_seqlens_new", "rotary"):
         common.pop(name, None)
@@ -464,8 +533,8 @@ def _describe(function: Callable[..., Any], kind: str, args: tuple, kwargs: dict
     if op_kwargs["dropout_p"] and op_kwargs["dropout_rng"] is None:
         op_kwargs["dropout_rng"] = torch.empty(2, dtype=torch.int64, device=positional[0].device)
     inputs = ops.record(kind, positional, op_kwargs | {"out_dtype": out_dtype})
-    given = {role: Mod(role, fn) for role, fn in functions.items() if fn is not None}
-    inputs = replace(inputs, **given)
+    given = {role: None if fn is None else Mod(role, fn, fn) for role, fn in functions.items()}
+    inputs = replace(inputs, score_mod=given["score_mod"], mask_mod=given["mask_mod"], epilogue=given["epilogue"])
     validate.call(inputs, _asked(inputs))
     return inputs, common["backend"]
 
@@ -480,10 +549,19 @@ def _check_out(inputs: Inputs, out: Any) -> None:
     validate.tensor("out", out, optional=False)
     validate.call(inputs)
     if _asked(inputs) or (torch.is_grad_enabled() and out.requires_grad):
-        validate.fail("out", "a gradient is asked for", "out only under torch.no_grad(), or for inputs without gradients", RuntimeError)
+        validate.fail(
+            "out",
+            "a gradient is asked for",
+            "out only under torch.no_grad(), or for inputs without gradients",
+            RuntimeError,
+        )
     wanted = (inputs.out_shape, inputs.dtype_out, inputs.q.device)
     if (tuple(out.shape), out.dtype, out.device) != wanted:
-        validate.fail("out", f"shape {tuple(out.shape)}, {out.dtype}, {out.device}", f"shape {wanted[0]}, {wanted[1]}, {wanted[2]}")
+        validate.fail(
+            "out",
+            f"shape {tuple(out.shape)}, {out.dtype}, {out.device}",
+            f"shape {wanted[0]}, {wanted[1]}, {wanted[2]}",
+        )
 
 
 def _query_positions(q: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:

@@ -1,7 +1,8 @@
-"""One pair of functions, forward and backward, for every kind of attention that has a gradient, and the second derivative behind it.
+"""One pair of functions, forward and backward, for every kind of attention that has a gradient, and the second
+derivative behind it.
 
-``Attention`` is applied in the Autograd kernels of the ops (eager, compile, export), and directly under torch.func transforms. Only inputs
-that ask get gradients; q, k, v are saved as they are, never copied.
+``Attention`` is applied in the Autograd kernels of the ops (eager, compile, export), and directly under torch.func
+transforms. Only inputs that ask get gradients; q, k, v are saved as they are, never copied.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from .inputs import Inputs
 
 
 def transforms_active() -> bool:
-    """Whether a torch.func transform (grad, vmap, ...) is at work: then autograd.Function must be applied in the open."""
+    """Whether a torch.func transform (grad, vmap, ...) is at work: then autograd.Function must be applied in the
+    open."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -58,7 +60,8 @@ class Attention(torch.autograd.Function):
 
 
 class AttentionBackward(torch.autograd.Function):
-    """(inputs without tensors, needs_grad, wanted, dout, dlse, out, lse, *inputs.flat()) -> gradients of the wanted tensors."""
+    """(inputs without tensors, needs_grad, wanted, dout, dlse, out, lse, *inputs.flat()) -> gradients of the wanted
+    tensors."""
 
     @staticmethod
     def forward(inputs: Inputs, needs_grad: list[bool], wanted: list[bool], *tensors):
@@ -87,7 +90,8 @@ class AttentionBackward(torch.autograd.Function):
 
 
 class AttentionDoubleBackward(torch.autograd.Function):
-    """(inputs without tensors, needs_grad, wanted, counts, *seeds, dout, dlse, *inputs.flat()) -> gradients of dout, dlse, tensors."""
+    """(inputs without tensors, needs_grad, wanted, counts, *seeds, dout, dlse, *inputs.flat()) -> gradients of dout,
+    dlse, tensors."""
 
     @staticmethod
     def forward(inputs: Inputs, needs_grad: list[bool], wanted: list[bool], counts: tuple[int, int], *rest):
@@ -113,14 +117,17 @@ class AttentionDoubleBackward(torch.autograd.Function):
         return _each(info, in_dims[4:], tensors, lambda *ts: AttentionDoubleBackward.apply(*how, *ts))
 
 
-def _backward(inputs: Inputs, needs_grad: list[bool], wanted: list[bool], dout, dlse, out, lse, *tensors) -> list[Tensor]:
+def _backward(
+    inputs: Inputs, needs_grad: list[bool], wanted: list[bool], dout, dlse, out, lse, *tensors
+) -> list[Tensor]:
     from . import ops
 
     return ops.backward(inputs.with_flat(tensors), needs_grad, wanted, dout, dlse, out, lse)
 
 
 def _each(info, in_dims, tensors, fn):
-    """The vmap rule: one call for each element of the mapped dimension, results stacked. Dropout repeats its mask in each."""
+    """The vmap rule: one call for each element of the mapped dimension, results stacked. Dropout repeats its mask in
+    each."""
     results = []
     for n in range(info.batch_size):
         results.append(fn(*(t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims, strict=True))))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from .device import Device
-from .problem import FEATURES, GRADS, KINDS, Problem
+from .problem import FEATURES, GRADS, KINDS, Problem, SizeBucket
 
 # Refusal codes, each with the words that explain it.
 CODES = {
@@ -20,13 +21,15 @@ CODES = {
     "feature": "this argument is not answered",
     "grad": "the gradient of this argument is not answered",
     "deterministic": "a bitwise reproducible backward is not offered",
+    "size": "an empty tensor is not answered",
     "plain": "this backend answers only questions that use one of these arguments",
 }
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why a backend cannot answer: ``field`` of the problem or device, what was ``got``, what is ``allowed``."""
+    """One reason why a backend cannot answer: ``field`` of the problem or device, what was ``got``, what is
+    ``allowed``."""
 
     code: str
     field: str
@@ -34,7 +37,9 @@ class Refusal:
     allowed: tuple[object, ...] = ()
 
     def __str__(self) -> str:
-        allowed = ", ".join(map(str, self.allowed)) if self.allowed else "none yet" if self.code == "kind" else "nothing else"
+        allowed = (
+            ", ".join(map(str, self.allowed)) if self.allowed else "none yet" if self.code == "kind" else "nothing else"
+        )
         return f"{self.field} = {self.got}: {CODES[self.code]} (allowed: {allowed})"
 
     def as_dict(self) -> dict[str, object]:
@@ -43,25 +48,28 @@ class Refusal:
 
 @dataclass(frozen=True)
 class HeadDims:
-    """The head dimensions answered: multiples of ``multiple_of`` up to ``largest`` (0: any)."""
+    """The head dimensions answered: multiples of ``multiple_of`` from ``smallest`` to ``largest`` (0: without end)."""
 
+    smallest: int = 1
     largest: int = 0
     multiple_of: int = 1
 
     def admits(self, n: int) -> bool:
-        return n % self.multiple_of == 0 and (not self.largest or n <= self.largest)
+        return n % self.multiple_of == 0 and n >= self.smallest and (not self.largest or n <= self.largest)
 
     def __str__(self) -> str:
-        step = f"multiples of {self.multiple_of}" if self.multiple_of > 1 else "any"
-        return f"{step} up to {self.largest}" if self.largest else step
+        text = f"multiples of {self.multiple_of}" if self.multiple_of > 1 else "any"
+        text += f" from {self.smallest}" if self.smallest > self.multiple_of else ""
+        return f"{text} up to {self.largest}" if self.largest else text
 
 
 @dataclass(frozen=True)
 class Capability:
     """What a backend answers on the devices it names. ``dtypes`` holds pairs (q, k and v); empty sets answer nothing.
 
-    ``archs`` empty means any of the vendors'. ``only_with`` non-empty means that the backend answers only problems that use one of those
-    features. ``missing`` names what the machine lacks for it (filled in when it is asked, not at import).
+    ``archs`` empty means any of the vendors'. ``only_with`` non-empty means that the backend answers only problems that
+    use one of those features. ``needs`` names Python modules without which it cannot run on this machine's devices.
+    ``nonempty``: it wants at least one query and one key.
     """
 
     vendors: frozenset[str] = frozenset()
@@ -76,10 +84,11 @@ class Capability:
     grads: frozenset[str] = frozenset()
     deterministic: bool = True
     only_with: frozenset[str] = frozenset()
-    missing: str = ""
+    needs: frozenset[str] = frozenset()
+    nonempty: bool = False
 
 
-def check(problem: Problem, device: Device, capability: Capability) -> tuple[Refusal, ...]:
+def check(problem: Problem, size: SizeBucket, device: Device, capability: Capability) -> tuple[Refusal, ...]:
     """Why ``capability`` cannot answer ``problem`` on ``device``; empty where it can."""
     c, p = capability, problem
     if device.vendor not in c.vendors:
@@ -89,10 +98,18 @@ def check(problem: Problem, device: Device, capability: Capability) -> tuple[Ref
     if p.kind not in c.kinds:
         return (Refusal("kind", "kind", p.kind, _sorted(c.kinds, KINDS)),)
     found: list[Refusal] = []
-    if c.missing:
-        found.append(Refusal("missing", "machine", c.missing))
+    if device.index is not None:  # a device of this machine, not one that is only talked about
+        found += [
+            Refusal("missing", "module", name, ("installed",)) for name in sorted(c.needs) if find_spec(name) is None
+        ]
+    if c.nonempty and 0 in (size.batch, size.seqlen_q, size.seqlen_k):
+        found.append(
+            Refusal("size", "batch, seqlen_q, seqlen_k", (size.batch, size.seqlen_q, size.seqlen_k), ("from 1",))
+        )
     if (p.dtype, p.dtype_kv) not in c.dtypes:
-        found.append(Refusal("dtype", "dtype", f"{p.dtype}/{p.dtype_kv}", tuple(f"{a}/{b}" for a, b in sorted(c.dtypes))))
+        found.append(
+            Refusal("dtype", "dtype", f"{p.dtype}/{p.dtype_kv}", tuple(f"{a}/{b}" for a, b in sorted(c.dtypes)))
+        )
     if p.dtype_out != p.dtype if not c.dtypes_out else p.dtype_out not in c.dtypes_out:
         found.append(Refusal("dtype_out", "out_dtype", p.dtype_out, _sorted(c.dtypes_out) or (p.dtype,)))
     if not c.head_dim.admits(p.head_dim):
@@ -102,8 +119,12 @@ def check(problem: Problem, device: Device, capability: Capability) -> tuple[Ref
     if c.same_head_dim and p.head_dim != p.head_dim_v:
         found.append(Refusal("head_dim_v", "head_dim_v", p.head_dim_v, (p.head_dim,)))
     used = p.features()
-    found += [Refusal("feature", name, "given", _sorted(c.features, FEATURES)) for name in used if name not in c.features]
-    found += [Refusal("grad", name, "gradient asked for", _sorted(c.grads, GRADS)) for name in p.grads if name not in c.grads]
+    found += [
+        Refusal("feature", name, "given", _sorted(c.features, FEATURES)) for name in used if name not in c.features
+    ]
+    found += [
+        Refusal("grad", name, "gradient asked for", _sorted(c.grads, GRADS)) for name in p.grads if name not in c.grads
+    ]
     if p.grads and p.deterministic and not c.deterministic:
         found.append(Refusal("deterministic", "deterministic", True, (False,)))
     if c.only_with and not c.only_with & set(used):

@@ -1,4 +1,5 @@
-"""Chooses the backend of a call. ``plan`` is pure: the same question gives the same plan, on any machine, for any device."""
+"""Chooses the backend of a call. ``plan`` is pure: the same question gives the same plan, on any machine, for any
+device."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import settings
-from .backends import REGISTRY, Backend, Config
+from . import backends, settings
+from .backends import REGISTRY as REGISTRY
+from .backends import Backend, Config
 from .capability import Refusal
 from .device import Device
 from .errors import FallbackWarning, UnsupportedError
@@ -28,8 +30,8 @@ Rejected = tuple[tuple[str, tuple[Refusal, ...]], ...]
 class Plan:
     """Which backend answers a problem on a device, how, and why those before it do not.
 
-    ``backend`` is None where none can. ``config`` holds (name, value) pairs: tile, splits, copies. ``notes`` say what the caller might not
-    expect. ``str(plan)`` explains all of it.
+    ``backend`` is None where none can. ``config`` holds (name, value) pairs: tile, splits, copies. ``notes`` say what
+    the caller might not expect. ``str(plan)`` explains all of it.
     """
 
     backend: str | None
@@ -60,7 +62,9 @@ class Plan:
         return {
             "backend": self.backend,
             "native": self.native,
-            "config": {name: value if isinstance(value, (int, float, bool)) else str(value) for name, value in self.config},
+            "config": {
+                name: value if isinstance(value, (int, float, bool)) else str(value) for name, value in self.config
+            },
             "notes": list(self.notes),
             "rejected": {name: [r.as_dict() for r in refusals] for name, refusals in self.rejected},
             "problem": self.problem.as_dict(),
@@ -69,17 +73,21 @@ class Plan:
 
 
 def plan(
-    problem: Problem, size: SizeBucket, device: Device, registry: Sequence[Backend] = REGISTRY, backend: str | None = None
+    problem: Problem,
+    size: SizeBucket,
+    device: Device,
+    registry: Sequence[Backend] = REGISTRY,
+    backend: str | None = None,
 ) -> Plan:
     """The first backend of ``registry`` that refuses nothing. ``backend`` names one: then no other is asked."""
     names = [b.name for b in registry]
     if backend is not None and backend not in names:
         raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(names)}, or None for the best")
-    rejected = []
+    rejected: list[tuple[str, tuple[Refusal, ...]]] = []
     for candidate in registry:
         if backend is not None and candidate.name != backend:
             continue
-        refusals = candidate.check(problem, device)
+        refusals = candidate.check(problem, size, device)
         if not refusals:
             config = candidate.config(problem, size, device)
             notes = _notes(problem, candidate)
@@ -91,7 +99,11 @@ def plan(
 def _notes(problem: Problem, backend: Backend) -> tuple[str, ...]:
     notes = []
     if problem.last_stride is False:
-        notes.append("a tensor whose last dimension is not contiguous is copied" if backend.native else "strides are handled by torch")
+        notes.append(
+            "a tensor whose last dimension is not contiguous is copied"
+            if backend.native
+            else "strides are handled by torch"
+        )
     return tuple(notes)
 
 
@@ -103,7 +115,8 @@ _lock = threading.Lock()
 
 
 def cached_plan(problem: Problem, size: SizeBucket, device: Device, backend: str | None = None) -> Plan:
-    """``plan`` over the registry, remembered. Raises UnsupportedError where no backend answers; tells of fallbacks on GPUs once."""
+    """``plan`` over the registry, remembered. Raises UnsupportedError where no backend answers; tells of fallbacks on
+    GPUs once."""
     key = (problem, size, device, backend)
     with _lock:
         found = _plans.get(key)
@@ -124,7 +137,16 @@ def cached_plan(problem: Problem, size: SizeBucket, device: Device, backend: str
     return found
 
 
-def get(name: str) -> Backend:
+def give_up(found: Plan, reason: str) -> None:
+    """Forgets the plans of a backend that does not work on a device, and asks it no more there."""
+    assert found.backend is not None
+    backends.give_up(found.backend, found.device, reason)
+    log.warning("backend %s is not used on %s any more: %s", found.backend, found.device, reason)
+    with _lock:
+        _plans.clear()
+
+
+def get(name: str | None) -> Backend:
     """The backend of that name."""
     return next(b for b in REGISTRY if b.name == name)
 

@@ -1,4 +1,5 @@
-"""One attention call as a record: the tensors and numbers that the ops, the backends and the reference pass on to each other."""
+"""One attention call as a record: the tensors and numbers that the ops, the backends and the reference pass on to each
+other."""
 
 from __future__ import annotations
 
@@ -28,15 +29,28 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-_NOT_DIFFERENTIABLE = ("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqlens_k", "seqused_k", "dropout_rng", "mask_mod_aux")
+_NOT_DIFFERENTIABLE = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "page_table",
+    "seqlens_k",
+    "seqused_k",
+    "dropout_rng",
+    "mask_mod_aux",
+)
 
 
 @dataclass(frozen=True)
 class Mod:
-    """A user's function in traced form: ``eager`` takes the coordinates' tensors, then the aux tensors. ``key`` names it in ops."""
+    """A user's function in traced form; ``key`` names it in ops.
+
+    ``element`` is the function of 0-d tensors, its captured tensors arguments behind the others; ``eager`` maps it over
+    whole tensors.
+    """
 
     key: str
     eager: Callable[..., Tensor]
+    element: Callable[..., Tensor]
     source: str = ""
 
 
@@ -44,8 +58,8 @@ class Mod:
 class Inputs:
     """What one op was given. Shapes: see ``xattn.attention``, ``attention_varlen``, ``attention_paged``.
 
-    In varlen q, k, v are packed (total, heads, head_dim). In paged calls k and v are the caches, ``seqlens_k`` (batch,) counts the tokens
-    they hold for each sequence, the newest included, and q is packed where ``cu_seqlens_q`` is given.
+    In varlen q, k, v are packed (total, heads, head_dim). In paged calls k and v are the caches, ``seqlens_k`` (batch,)
+    counts the tokens they hold for each sequence, the newest included, and q is packed where ``cu_seqlens_q`` is given.
     """
 
     kind: str

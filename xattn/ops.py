@@ -1,11 +1,13 @@
-"""The torch ops ``torch.ops.xattn.*``: schemas, fakes with real strides, and their kernels, which plan and run a backend.
+"""The torch ops ``torch.ops.xattn.*``: schemas, fakes with real strides, and their kernels, which plan and run a
+backend.
 
     attention, attention_varlen, attention_paged       -> (out, lse); lse is empty unless return_lse
     attention_backward, attention_varlen_backward      -> gradients of the wanted tensors
     append_paged                                       writes new keys and values into a paged cache
 
-They take what the public functions take (``xattn.attention`` and its kin), with the window as two ints, scales as tensors, and the traced
-user functions by key; they serve TorchScript and export as well, where user functions are not to be had.
+They take what the public functions take (``xattn.attention`` and its kin), with the window as two ints, scales as
+tensors, and the traced user functions by key; they serve TorchScript and export as well, where user functions are not
+to be had.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import autograd, dispatch, fusion, paging, settings, status, validate
+from .backends import Unavailable
 from .device import of as device_of
 from .errors import UnsupportedError
 from .inputs import FP8, Inputs, dtype_name
@@ -61,28 +64,43 @@ _LIBRARY.define(
 )
 
 
-# ---------------------------------------------------------------- calling the ops with a record, and reading a record from a call
+# ---------------------------------------------------------------- calling the ops with a record, and reading a record
+# from a call
 def forward(inputs: Inputs, needs_grad: list[bool] | None = None) -> tuple[Tensor, Tensor]:
-    """The op of ``inputs.kind``. ``needs_grad`` runs parallel to ``inputs.differentiable()``: what a backward may be asked for."""
+    """The op of ``inputs.kind``. ``needs_grad`` runs parallel to ``inputs.differentiable()``: what a backward may be
+    asked for."""
     args, kwargs = _arguments(inputs)
     return getattr(torch.ops.xattn, _NAMES[inputs.kind])(*args, **kwargs, needs_grad=needs_grad)
 
 
 def backward(
-    inputs: Inputs, needs_grad: list[bool], wanted: list[bool], dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    inputs: Inputs,
+    needs_grad: list[bool],
+    wanted: list[bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
 ) -> list[Tensor]:
-    """The backward op: gradients of ``inputs.differentiable()`` where ``wanted``, planned as the forward was, by ``needs_grad``."""
+    """The backward op: gradients of ``inputs.differentiable()`` where ``wanted``, planned as the forward was, by
+    ``needs_grad``."""
     args, kwargs = _arguments(inputs)
     op = getattr(torch.ops.xattn, f"{_NAMES[inputs.kind]}_backward")
     return op(dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs)
 
 
 def double_backward(
-    inputs: Inputs, needs_grad: list[bool], wanted: list[bool], dout: Tensor, dlse: Tensor | None, seeds: list[Tensor | None]
+    inputs: Inputs,
+    needs_grad: list[bool],
+    wanted: list[bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    seeds: list[Tensor | None],
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Gradients of ``backward``'s results with respect to dout, dlse and ``inputs.differentiable()``. Not an op: eager only."""
+    """Gradients of ``backward``'s results with respect to dout, dlse and ``inputs.differentiable()``. Not an op: eager
+    only."""
     plan = _plan(inputs, _names(inputs, needs_grad))
-    run = dispatch.get(plan.backend or "").double_backward
+    run = dispatch.get(plan.backend).double_backward
     if run is None:
         raise UnsupportedError(
             f"a second derivative was asked for, and backend {plan.backend!r} has none; call attention with backend='reference'"
@@ -113,7 +131,9 @@ def record(kind: str, args: tuple, kwargs: dict[str, Any]) -> Inputs:
     if kind == "paged":
         fields["kv_layout"] = fields.get("kv_layout", "NHD")
         fields["max_seqlen_k"] = fields.get("max_seqlen_k") or 0
-        if fields.get("max_seqlen_q") is None:  # packed queries whose longest run was not given: no run is longer than all
+        if (
+            fields.get("max_seqlen_q") is None
+        ):  # packed queries whose longest run was not given: no run is longer than all
             fields["max_seqlen_q"] = fields["q"].shape[0] if fields["q"].dim() == 3 else 0
     return Inputs(kind=kind, **fields)
 
@@ -132,9 +152,12 @@ def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     validate.call(inputs, grads)
     plan = _plan(inputs, grads)
     validate.values(inputs)
-    run = dispatch.get(plan.backend or "").run
-    assert run is not None
-    out, lse = run(inputs, plan.config)
+    try:
+        out, lse = dispatch.get(plan.backend).run(inputs, plan.config)
+    except Unavailable as error:
+        dispatch.give_up(plan, str(error))
+        plan = _plan(inputs, grads)
+        out, lse = dispatch.get(plan.backend).run(inputs, plan.config)
     if lse is None or not (inputs.return_lse or grads):
         lse = _no_lse(inputs, bool(grads))
     if settings.validate_on_device():
@@ -143,7 +166,8 @@ def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _no_lse(inputs: Inputs, needs_grad: bool) -> Tensor:
-    """What stands for an lse that was not asked for: empty, or NaN where only a backward of another kind of backend could read it."""
+    """What stands for an lse that was not asked for: empty, or NaN where only a backward of another kind of backend
+    could read it."""
     shape = inputs.lse_shape if inputs.return_lse or needs_grad else (0,)
     return torch.full(shape, math.nan, dtype=torch.float32, device=inputs.q.device)
 
@@ -186,8 +210,7 @@ def _backward_kernel(kind: str):
     def kernel(dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs):
         inputs = record(kind, args, kwargs)
         plan = _plan(inputs, _names(inputs, needs_grad))
-        run = dispatch.get(plan.backend or "").backward
-        assert run is not None
+        run = dispatch.get(plan.backend).backward
         return run(inputs, plan.config, out, lse, dout, dlse, list(wanted))
 
     return kernel
@@ -196,7 +219,7 @@ def _backward_kernel(kind: str):
 def _backward_fake(kind: str):
     def fake(dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs):
         pairs = zip(record(kind, args, kwargs).differentiable(), wanted, strict=True)
-        return [t.new_empty(t.shape) for (_, t), w in pairs if w]
+        return [t.new_empty(t.shape) for (_, t), w in pairs if w and t is not None]
 
     return fake
 
@@ -209,8 +232,12 @@ def _backward_autograd_kernel(kind: str):
             inputs = record(kind, args, kwargs)
             tensors = [dout, dlse, out, lse, *inputs.flat()]
             if any(t is not None and t.requires_grad for t in tensors):
-                return list(autograd.AttentionBackward.apply(inputs.without_tensors(), list(needs_grad), list(wanted), *tensors))
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs)
+                return list(
+                    autograd.AttentionBackward.apply(inputs.without_tensors(), list(needs_grad), list(wanted), *tensors)
+                )
+        return op.redispatch(
+            keyset & torch._C._after_autograd_keyset, dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs
+        )
 
     return kernel
 
@@ -276,7 +303,20 @@ def _append(
         status.check_errors(k_cache.device)
 
 
-def _append_fake(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, *, cu_seqlens_new=None, kv_layout="NHD", k_scale=None, v_scale=None, **_):
+def _append_fake(
+    k_cache,
+    v_cache,
+    page_table,
+    seqlens_k,
+    k_new,
+    v_new,
+    *,
+    cu_seqlens_new=None,
+    kv_layout="NHD",
+    k_scale=None,
+    v_scale=None,
+    **_,
+):
     validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
 
 

@@ -1,4 +1,5 @@
-"""What is asked, without tensors and without lengths: a frozen, hashable description that plans are chosen and cached by."""
+"""What is asked, without tensors and without lengths: a frozen, hashable description that plans are chosen and cached
+by."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from dataclasses import dataclass, fields
 
 KINDS = ("attention", "varlen", "paged")
 
-# Every modification of plain attention, by the name of the argument that asks for it. A capability lists those it answers.
+# Every modification of plain attention, by the name of the argument that asks for it. A capability lists those it
+# answers.
 FEATURES = (
     "causal",
     "window",
@@ -27,16 +29,28 @@ FEATURES = (
 )
 
 # Arguments a gradient can be asked for, in the order in which gradients are returned; aux stands for captured tensors.
-GRADS = ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale", "score_mod_aux", "epilogue_aux")
+GRADS = (
+    "q",
+    "k",
+    "v",
+    "attn_mask",
+    "alibi_slopes",
+    "sinks",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "score_mod_aux",
+    "epilogue_aux",
+)
 
 
 @dataclass(frozen=True)
 class Problem:
     """One kind of attention call.
 
-    dtypes are names as in ``xattn.inputs.DTYPES``; ``score_mod``, ``mask_mod`` and ``epilogue`` are ids of traced functions ("" for
-    none); ``grads`` names the arguments whose gradient is asked for; ``last_stride`` is False where a tensor's last dimension is not
-    contiguous; ``page_size`` is 0 outside paged calls.
+    dtypes are names as in ``xattn.inputs.DTYPES``; ``score_mod``, ``mask_mod`` and ``epilogue`` are ids of traced
+    functions ("" for none); ``grads`` names the arguments whose gradient is asked for; ``last_stride`` is False where a
+    tensor's last dimension is not contiguous; ``page_size`` is 0 outside paged calls.
     """
 
     kind: str = "attention"

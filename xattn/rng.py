@@ -1,7 +1,8 @@
-"""The random numbers of dropout: a pure function of (seed, offset; batch, head, q_idx, kv_idx), the same on every device.
+"""The random numbers of dropout: a pure function of (seed, offset; batch, head, q_idx, kv_idx), the same on every
+device.
 
-Generator: Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011; 7 is the
-fewest rounds that pass BigCrush there). One evaluation gives four 32-bit words, used as eight 16-bit numbers.
+Generator: Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
+7 is the fewest rounds that pass BigCrush there). One evaluation gives four 32-bit words, used as eight 16-bit numbers.
 
     key     = (seed + offset * 0x9E3779B97F4A7C15) mod 2^64, low word first
     counter = (kv_group, q_idx, batch, head), 32 bits each
@@ -9,9 +10,10 @@ fewest rounds that pass BigCrush there). One evaluation gives four 32-bit words,
     word     = (kv_idx >> 4) & 3                          (bits 4 and 5)
     half     = kv_idx & 1                                 (0: low 16 bits, 1: high 16 bits)
 
-The eight keys of a group ({0, 1, 16, 17, 32, 33, 48, 49} + 2i of 64) belong to one query and lie with one lane both in the accumulator
-of mma.m16n8k16 and wgmma (columns 2t, 2t+1 of each 8) and in that of MFMA with S^T = K Q^T (rows 4g..4g+3 of each 16, or
-8i + 4g..4g+3 of each 32), so no lane evaluates Philox twice for a tile whose keys are a multiple of 64.
+The eight keys of a group ({0, 1, 16, 17, 32, 33, 48, 49} + 2i of 64) belong to one query and lie with one lane both in
+the accumulator of mma.m16n8k16 and wgmma (columns 2t, 2t+1 of each 8) and in that of MFMA with S^T = K Q^T (rows
+4g..4g+3 of each 16, or 8i + 4g..4g+3 of each 32), so no lane evaluates Philox twice for a tile whose keys are a
+multiple of 64.
 
 A weight is kept where the number, an integer u in [0, 65536), satisfies u >= round(p * 65536): p is honoured to 2^-16.
 """
@@ -34,12 +36,14 @@ def threshold(dropout_p: float) -> int:
 
 
 def draw(device: torch.device) -> Tensor:
-    """A fresh (seed, offset), int64[2], from torch's generator of the device; inside a graph every replay draws a new one."""
+    """A fresh (seed, offset), int64[2], from torch's generator of the device; inside a graph every replay draws a new
+    one."""
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
 def keep(rng: Tensor, dropout_p: float, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """True where a weight is kept. ``rng`` is int64[2]; the indices are integer tensors that broadcast to the result's shape."""
+    """True where a weight is kept. ``rng`` is int64[2]; the indices are integer tensors that broadcast to the result's
+    shape."""
     return uniform16(rng, batch, head, q_idx, kv_idx) >= threshold(dropout_p)
 
 

@@ -14,8 +14,8 @@ from . import status
 class Rotary:
     """Tables of the angles. ``cos``, ``sin``: (positions, rotary_dim / 2), float.
 
-    Of each head, the first rotary_dim channels are rotated and the rest stay. Pairs are (i, i + rotary_dim / 2), or with ``interleaved``
-    (2i, 2i + 1).
+    Of each head, the first rotary_dim channels are rotated and the rest stay. Pairs are (i, i + rotary_dim / 2), or
+    with ``interleaved`` (2i, 2i + 1).
     """
 
     cos: Tensor
@@ -29,7 +29,9 @@ class Rotary:
             if not t.is_floating_point():
                 raise TypeError(f"{name}: got {t.dtype}; allowed: a float dtype")
             if t.dim() != 2 or t.shape != self.cos.shape or t.shape[1] < 1:
-                raise ValueError(f"{name}: got shape {tuple(t.shape)}; allowed: (positions, rotary_dim / 2), the same for cos and sin")
+                raise ValueError(
+                    f"{name}: got shape {tuple(t.shape)}; allowed: (positions, rotary_dim / 2), the same for cos and sin"
+                )
         if not isinstance(self.interleaved, bool):
             raise TypeError(f"interleaved: got {type(self.interleaved).__name__}; allowed: True or False")
 

@@ -1,6 +1,7 @@
 """What kernels find wrong with values that only the device can see: reported there, raised when the host asks.
 
-On the CPU a bad value raises at once. On a GPU a sticky status word is set, without a synchronisation, and ``check_errors`` raises it.
+On the CPU a bad value raises at once. On a GPU a sticky status word is set, without a synchronisation, and
+``check_errors`` raises it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _lock = threading.Lock()
 
 
 def word(device: torch.device) -> Tensor:
-    """The status of a GPU: int32[len(MESSAGES)], 0 or 1 each, which kernels may set and only ``check_errors`` clears."""
+    """The status of a GPU: int32[len(MESSAGES)], 0 or 1 each, which kernels may set and only ``check_errors``
+    clears."""
     with _lock:
         if device not in _words:
             _words[device] = torch.zeros(len(MESSAGES), dtype=torch.int32, device=device)
@@ -48,7 +50,8 @@ def report(code: str, bad: Tensor, detail: str = "") -> None:
 def check_errors(device: torch.device | str | int | None = None) -> None:
     """Waits for the device and raises DeviceValueError with what kernels reported since the last call; clears it.
 
-    ``device``: a torch device, default the current GPU; with None and no GPU it does nothing, as the CPU raises at once.
+    ``device``: a torch device, default the current GPU; with None and no GPU it does nothing, as the CPU raises at
+    once.
     """
     if device is None:
         with _lock:

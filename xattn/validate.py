@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ _FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OUT = (*DTYPES, torch.int8, torch.uint8)
 
 
-def fail(name: str, got: object, allowed: str, error: type[Exception] = ValueError) -> None:
+def fail(name: str, got: object, allowed: str, error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"{name}: got {got}; allowed: {allowed}")
 
 

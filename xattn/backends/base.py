@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -15,25 +16,45 @@ from ..problem import Problem, SizeBucket
 Config = tuple[tuple[str, object], ...]  # (name, value) pairs: hashable, printable
 
 
+class Unavailable(RuntimeError):
+    """Raised by a backend's ``run`` that turns out not to work on a device at all: it is not asked again there."""
+
+
+_unavailable: dict[tuple[str, Device], str] = {}
+
+
+def give_up(name: str, device: Device, reason: str) -> None:
+    """From now on backend ``name`` refuses everything on ``device``."""
+    _unavailable[name, device] = reason
+
+
+def _absent(*args: object) -> NoReturn:
+    raise AssertionError("planned a backend whose capability is empty")
+
+
 @dataclass(frozen=True)
 class Backend:
-    """``capabilities`` is asked at planning time, so that it may look at what the machine has; each covers other devices.
+    """``capabilities`` is asked at planning time, so that it may look at what the machine has; each covers other
+    devices.
 
     ``run(inputs, config) -> (out, lse or None)``; lse is None only where ``inputs.return_lse`` is False.
-    ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs parallel to
-    ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None where it is not offered.
-    ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
+    ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs
+    parallel to ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None
+    where it is not offered. ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
     """
 
     name: str
     native: bool
     capabilities: Callable[[], tuple[Capability, ...]]
-    run: Callable[[Inputs, Config], tuple[Tensor, Tensor | None]] | None = None
-    backward: Callable[..., list[Tensor]] | None = None
+    run: Callable[[Inputs, Config], tuple[Tensor, Tensor | None]] = _absent
+    backward: Callable[..., list[Tensor]] = _absent
     double_backward: Callable[..., tuple[Tensor, Tensor | None, list[Tensor | None]]] | None = None
     config: Callable[[Problem, SizeBucket, Device], Config] = lambda problem, size, device: ()
 
-    def check(self, problem: Problem, device: Device) -> tuple[Refusal, ...]:
-        """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes closest speaks."""
-        found = [check(problem, device, c) for c in self.capabilities()]
+    def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
+        """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes
+        closest speaks."""
+        if (self.name, device) in _unavailable:
+            return (Refusal("missing", "device", _unavailable[self.name, device], ()),)
+        found = [check(problem, size, device, c) for c in self.capabilities()]
         return min(found, key=lambda refusals: (any(r.code in ("vendor", "arch") for r in refusals), len(refusals)))

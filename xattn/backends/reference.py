@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import chunks, reference
@@ -20,11 +21,13 @@ CAPABILITY = Capability(
 )
 
 
-def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
+def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
     return chunks.forward(inputs, *_how(inputs))
 
 
-def _backward(inputs: Inputs, config: Config, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool]) -> list[Tensor]:
+def _backward(
+    inputs: Inputs, config: Config, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool]
+) -> list[Tensor]:
     return chunks.backward(inputs, *_how(inputs), dout, dlse, wanted)
 
 
@@ -34,7 +37,7 @@ def _double_backward(
     return chunks.double_backward(inputs, *_how(inputs), dout, dlse, wanted, grads_of_grads)
 
 
-def _how(inputs: Inputs) -> tuple:
+def _how(inputs: Inputs) -> tuple[chunks.Attend, torch.dtype, int]:
     return reference.attend, reference.compute_dtype(inputs), reference.chunk_scores(inputs)
 
 

@@ -1,17 +1,20 @@
 """torch's scaled_dot_product_attention, where its meaning is the same or can be made so.
 
-Its causal mask is aligned top-left, ours bottom-right: they agree for equal lengths; otherwise, and for windows and lengths, rows are
-taken in chunks under an explicit mask, so that no mask of the whole size is made. Rows that see nothing are let see something and zeroed.
+Its causal mask is aligned top-left, ours bottom-right: they agree for equal lengths; otherwise, and for windows and
+lengths, rows are taken in chunks under an explicit mask, so that no mask of the whole size is made. Rows that see
+nothing are let see something and zeroed.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import chunks, masks
-from ..capability import Capability, HeadDims
+from ..capability import Capability
 from ..chunks import Chunk
 from ..device import Device
 from ..inputs import Inputs
@@ -19,21 +22,14 @@ from ..problem import KINDS, Problem, SizeBucket
 from .base import Backend, Config
 
 _FEATURES = frozenset({"causal", "window", "attn_mask_bool", "attn_mask_additive", "seqused_k", "gqa"})
-_ANYWHERE = dict(
+_CPU = Capability(
+    vendors=frozenset({"cpu"}),
     kinds=frozenset(KINDS),
-    head_dim=HeadDims(),
+    dtypes=frozenset((d, d) for d in ("bf16", "fp16", "fp32", "fp64")),
     features=_FEATURES,
     grads=frozenset({"q", "k", "v"}),
 )
-CAPABILITIES = (
-    Capability(vendors=frozenset({"cpu"}), dtypes=frozenset((d, d) for d in ("bf16", "fp16", "fp32", "fp64")), **_ANYWHERE),
-    Capability(
-        vendors=frozenset({"nvidia", "amd", "other"}),
-        dtypes=frozenset((d, d) for d in ("bf16", "fp16", "fp32", "fp64")),
-        deterministic=False,
-        **_ANYWHERE,
-    ),
-)
+CAPABILITIES = (_CPU, replace(_CPU, vendors=frozenset({"nvidia", "amd", "other"}), deterministic=False))
 
 # Elements of an explicit mask held at once; without a mask a call is one chunk.
 _MASK_ELEMENTS = 1 << 26
@@ -55,10 +51,15 @@ def _attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor,
         valid = valid[:, None, chunk.keys]
         k, v = (torch.where(valid[..., None], y, 0) for y in (k, v))
     causal = _plain_causal(inputs, chunk)
-    seqlen_q, seqlen_k = (n[:, None, None, None] if isinstance(n, Tensor) else n for n in (segment.seqlen_q, segment.seqlen_k))
+    seqlen_q, seqlen_k = (
+        n[:, None, None, None] if isinstance(n, Tensor) else n for n in (segment.seqlen_q, segment.seqlen_k)
+    )
     seen = None
     if not causal:
-        terms = [masks.visible(i, j, seqlen_q, seqlen_k, x.causal, x.window_left, x.window_right), chunk.bool_mask(x, i, j)]
+        terms = [
+            masks.visible(i, j, seqlen_q, seqlen_k, x.causal, x.window_left, x.window_right),
+            chunk.bool_mask(x, i, j),
+        ]
         terms.append(None if valid is None else valid[:, :, None])
         seen = masks.conjunction([term for term in terms if term is not None])
     bias, empty = t.get("attn_mask"), None
@@ -72,7 +73,9 @@ def _attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor,
     mask = bias if bias is not None else seen
     if mask is not None:
         mask = chunks.to_4d(mask).expand(q.shape[0], -1, rows, keys)
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=x.scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=x.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     if empty is not None:
         out = torch.where(empty, 0, out)
     return out.transpose(1, 2), nothing
@@ -96,6 +99,7 @@ def _limit(inputs: Inputs) -> int:
     x = inputs
     hidden = x.attn_mask is not None or x.window_left is not None or x.window_right is not None
     if x.kind == "varlen":
+        assert x.cu_seqlens_q is not None and x.cu_seqlens_k is not None
         known = x.q.device.type == "cpu"
         equal = known and x.seqused_k is None and torch.equal(x.cu_seqlens_q, x.cu_seqlens_k)
     else:
@@ -109,7 +113,9 @@ def _run(inputs: Inputs, config: Config) -> tuple[Tensor, None]:
     return out, None
 
 
-def _backward(inputs: Inputs, config: Config, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool]) -> list[Tensor]:
+def _backward(
+    inputs: Inputs, config: Config, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool]
+) -> list[Tensor]:
     return chunks.backward(inputs, _attend, inputs.q.dtype, _limit(inputs), dout, None, wanted)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 class Epilogue:
     """``fn(o, b, h, q_idx, d, *aux)`` applied to every element ``o`` of the output, in float32, before it is rounded.
 
-    ``fn``: a function of 0-d tensors; ``b``, ``h``, ``q_idx``, ``d`` are the element's sequence, query head, query and channel. ``aux``: tensors
-    handed on to it (others that it captures work too). ``out_dtype``: the dtype of the result, default that of the call.
+    ``fn``: a function of 0-d tensors; ``b``, ``h``, ``q_idx``, ``d`` are the element's sequence, query head, query and
+    channel. ``aux``: tensors handed on to it (others that it captures work too). ``out_dtype``: the dtype of the
+    result, default that of the call.
     """
 
     def __init__(self, fn: Callable[..., Any], aux: tuple[Tensor, ...] = (), out_dtype: torch.dtype | None = None):
@@ -50,9 +51,12 @@ class epilogues:
 
     @staticmethod
     def quantize(scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Epilogue:
-        """out / scale, clamped to the range of ``dtype`` (fp8 or int8; int8 is rounded half to even). ``scale``: one float32 number."""
+        """out / scale, clamped to the range of ``dtype`` (fp8 or int8; int8 is rounded half to even). ``scale``: one
+        float32 number."""
         if dtype.is_floating_point:
             top = torch.finfo(dtype).max
             return Epilogue(lambda o, b, h, q_idx, d, s: (o / s.reshape(())).clamp(-top, top), (scale,), dtype)
         info = torch.iinfo(dtype)
-        return Epilogue(lambda o, b, h, q_idx, d, s: (o / s.reshape(())).round().clamp(info.min, info.max), (scale,), dtype)
+        return Epilogue(
+            lambda o, b, h, q_idx, d, s: (o / s.reshape(())).round().clamp(info.min, info.max), (scale,), dtype
+        )

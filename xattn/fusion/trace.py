@@ -1,7 +1,8 @@
-"""score_mod, mask_mod and epilogue functions: traced by torch.fx, their captured tensors lifted to arguments, and kept by key.
+"""score_mod, mask_mod and epilogue functions: traced by torch.fx, their captured tensors lifted to arguments, and kept
+by key.
 
-The functions see single elements, as FlexAttention's do: a score (or output element) and its coordinates, all 0-d tensors. The eager
-form maps them over (batch, head, q_idx, kv_idx or d).
+The functions see single elements, as FlexAttention's do: a score (or output element) and its coordinates, all 0-d
+tensors. The eager form maps them over (batch, head, q_idx, kv_idx or d).
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -32,20 +35,62 @@ _lock = threading.Lock()
 _MOST_KEPT = 4096
 
 
-def trace(role: str, fn: Callable[..., Any], device: torch.device, aux: Sequence[Tensor] = ()) -> tuple[Mod, tuple[Tensor, ...]]:
-    """The traced form of ``fn`` and its aux tensors: those given, then those it captured. ``role`` is a key of SIGNATURES.
+def trace(
+    role: str, fn: Callable[..., Any], device: torch.device, aux: Sequence[Tensor] = ()
+) -> tuple[str, list[Tensor]]:
+    """The key of ``fn``'s traced form and its aux tensors: those given, then those it captured. ``role`` is a key of
+    SIGNATURES.
 
-    The function is called once, with 0-d tensors. What it captures may require gradients; what it computes from captured tensors alone is
-    computed now and enters as one aux tensor. Raises ValueError where it cannot be called so, UnsupportedError where its control
-    flow depends on values.
+    The function is called once, with 0-d tensors. Tensors that it captured may require gradients. Under torch.compile
+    it must come from outside the compiled function, and hold its tensors in its closure. Raises ValueError where it
+    cannot be called so, UnsupportedError where its control flow depends on values.
     """
+    if torch.compiler.is_compiling():
+        lifted = [v if isinstance(v, Tensor) else _as_tensor(v, device) for v in _captured(fn, numbers=True)]
+        return _trace_constant(role, fn, str(device), len(aux)), [*aux, *lifted]
+    tensors = _captured(fn)
+    mod, loose = _trace(role, fn, device, [*aux, *tensors], len(aux))
+    return intern(mod), [*aux, *tensors, *loose]
+
+
+@torch._dynamo.assume_constant_result
+def _trace_constant(role: str, fn: Callable[..., Any], device: str, given: int) -> str:
+    """``trace`` while torch.compile looks on: the key is a constant as long as the function's code is the same, for all
+    it captured is an argument."""
+    with unset_fake_temporarily(), torch.no_grad():
+        where = torch.device(device)
+        captured = [v if isinstance(v, Tensor) else _as_tensor(v, where) for v in _captured(fn, numbers=True)]
+        aux = [torch.zeros((1,) * 4, device=where) for _ in range(given)]
+        mod, loose = _trace(role, fn, where, [*aux, *captured], given, numbers=True)
+    if loose:
+        raise UnsupportedError(
+            f"{role}: {_describe(fn)} uses a tensor that is neither in its closure nor an argument (a global, an attribute); "
+            "under torch.compile hold it in a local variable of the function around it"
+        )
+    return intern(mod)
+
+
+def _as_tensor(number: float, device: torch.device) -> Tensor:
+    return torch.full(
+        (), number, dtype=torch.float32 if isinstance(number, (float, torch.SymFloat)) else torch.int64, device=device
+    )
+
+
+def _trace(
+    role: str, fn: Callable[..., Any], device: torch.device, aux: list[Tensor], given: int, numbers: bool = False
+) -> tuple[Mod, list[Tensor]]:
+    """The traced form; of ``aux``, the first ``given`` are arguments of fn and the others stand for its closure's
+    tensors."""
     has_value, coordinates = SIGNATURES[role]
     value = [torch.zeros((), device=device)] if has_value else []
     example = [*value, *(torch.zeros((), dtype=torch.int64, device=device) for _ in coordinates), *aux]
+    lead = len(example) - len(aux) + given
 
     def call(*args):
         with _IndexByTensor():
-            result = fn(*args)
+            result = _rebind(fn, iter(args[lead:]), numbers)(*args[:lead])
+        if isinstance(result, Tensor) and result.dim() != 0:
+            raise ValueError(f"it returned shape {tuple(result.shape)}; allowed: a single element, shape ()")
         return result if isinstance(result, Tensor) else torch.full((), result, device=device)
 
     try:
@@ -53,15 +98,50 @@ def trace(role: str, fn: Callable[..., Any], device: torch.device, aux: Sequence
     except Exception as error:
         words = f"{role}: {_describe(fn)} cannot be traced: {error}"
         if "tracing tensor" in str(error) or "control flow" in str(error):
-            raise UnsupportedError(f"{words}\nUse torch.where in place of Python conditions on scores or indices.") from error
-        raise ValueError(f"{words}\nIt is called as {role}({', '.join((['value'] if has_value else []) + list(coordinates))}, *aux).") from error
-    result = graph.graph.output_node().args[0].meta["val"] if "val" in graph.graph.output_node().args[0].meta else None
-    if result is not None and result.dim() != 0:
-        raise ValueError(f"{role}: {_describe(fn)} returned shape {tuple(result.shape)}; allowed: a single element, shape ()")
-    captured = _lift(graph)
-    code = graph.code
-    key = f"{role}:{hashlib.sha256(code.encode()).hexdigest()[:16]}"
-    return Mod(key, _mapped(graph, has_value), code), (*aux, *captured)
+            raise UnsupportedError(
+                f"{words}\nUse torch.where in place of Python conditions on scores or indices."
+            ) from error
+        arguments = ", ".join([*(["value"] if has_value else []), *coordinates])
+        raise ValueError(f"{words}\nIt is called as {role}({arguments}, *aux).") from error
+    loose = _lift(graph)
+    key = f"{role}:{hashlib.sha256(graph.code.encode()).hexdigest()[:16]}"
+    return Mod(key, _mapped(graph, has_value), graph, graph.code), loose
+
+
+def _captured(fn: Any, numbers: bool = False) -> list[Any]:
+    """The tensors, and with ``numbers`` the numbers, that a function and the functions in its closure hold, in a fixed
+    order."""
+    found: list[Any] = []
+    for cell in getattr(fn, "__closure__", None) or ():
+        content = cell.cell_contents
+        if isinstance(content, FunctionType):
+            found += _captured(content, numbers)
+        elif _is_lifted(content, numbers):
+            found.append(content)
+    return found
+
+
+def _rebind(fn: Any, values: Iterator[Tensor], numbers: bool) -> Any:
+    """The function with what ``_captured`` finds replaced, in its order."""
+    if not isinstance(fn, FunctionType) or not fn.__closure__:
+        return fn
+    cells = []
+    for cell in fn.__closure__:
+        content = cell.cell_contents
+        if isinstance(content, FunctionType):
+            content = _rebind(content, values, numbers)
+        elif _is_lifted(content, numbers):
+            content = next(values)
+        cells.append(CellType(content))
+    new = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells))
+    new.__kwdefaults__ = fn.__kwdefaults__
+    return new
+
+
+def _is_lifted(content: Any, numbers: bool) -> bool:
+    return isinstance(content, Tensor) or (
+        numbers and isinstance(content, (int, float)) and not isinstance(content, bool)
+    )
 
 
 class _IndexByTensor(TorchFunctionMode):
@@ -148,9 +228,26 @@ def _mapped(graph: torch.fx.GraphModule, has_value: bool) -> Callable[..., Tenso
         f = torch.vmap(f, in_dims=(*v, None, None, 0, None, *rest))
         f = torch.vmap(f, in_dims=(*v, None, 0, None, None, *rest))
         f = torch.vmap(f, in_dims=(*v, 0, None, 0 if by_sequence else None, None, *rest))
-        return f(*value, b, h, i, j, *aux)
+        with _vmap_enabled():
+            return f(*value, b, h, i, j, *aux)
 
     return eager
+
+
+def _vmap_enabled() -> Any:
+    """Kernels called below a dispatch mode (compiled code's first run, a flop counter) find vmap's dispatch keys
+    excluded: let them in."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (
+        keys.FuncTorchBatched,
+        keys.FuncTorchBatchedDecomposition,
+        keys.FuncTorchVmapMode,
+        keys.FuncTorchDynamicLayerFrontMode,
+        keys.FuncTorchDynamicLayerBackMode,
+    ):
+        excluded = excluded - torch._C.DispatchKeySet(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _describe(fn: Callable[..., Any]) -> str:
