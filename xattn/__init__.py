@@ -1,4 +1,4 @@
-"""xattn: one attention API for fleets that mix NVIDIA and AMD GPUs. Importing it creates no device context and needs no GPU."""
+"""xattn: one attention API for fleets that mix NVIDIA and AMD GPUs. Importing needs no GPU and creates no context."""
 
 from importlib.metadata import PackageNotFoundError, version
 

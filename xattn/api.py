@@ -56,17 +56,17 @@ def attention(
     (causal, window, mask_mod, seqused_k, boolean attn_mask) -> sink -> softmax -> dropout -> v -> epilogue.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim). k: (batch, seqlen_k, heads_kv, head_dim). v: (batch, seqlen_k,
-            heads_kv, head_dim_v). heads_q is a
-            multiple of heads_kv: query head h reads head h // (heads_q / heads_kv). fp16, bf16, fp32, fp64 or fp8, any
-                strides.
+        q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16, fp32, fp64 or fp8, any strides.
+        k, v: (batch, seqlen_k, heads_kv, head_dim) and (batch, seqlen_k, heads_kv, head_dim_v). heads_q is a multiple
+            of heads_kv: query head h reads head h // (heads_q / heads_kv).
         causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom-right).
         window: (left, right), inclusive distances from that diagonal; None on a side is unbounded, 0 is a real
             distance.
         softmax_scale: default head_dim ** -0.5.
         softcap: scores become softcap * tanh(scores / softcap); 0 is off.
         attn_mask: boolean (True keeps) or a float added, broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
-        alibi_slopes: (heads_q,) or (batch, heads_q), float: -slope * |i + seqlen_k - seqlen_q - j| is added (Press et al., 2022).
+        alibi_slopes: (heads_q,) or (batch, heads_q), float: -slope * |i + seqlen_k - seqlen_q - j| is added
+            (Press et al., "Train short, test long", 2022).
         sinks: (heads_q,), natural-log logits, not scaled, of one more key whose value is 0; lse includes it.
         seqused_k: (batch,), int32 or int64: keys from there on do not exist.
         dropout_p: in [0, 1]; kept weights are scaled by 1 / (1 - dropout_p). dropout_rng: int64[2] (seed, offset) on
@@ -224,13 +224,9 @@ def attention_paged(
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "seqlens_k": seqlens_k}
     for name, t in given.items():
         validate.tensor(name, t, optional=False)
-    for name, t in (
-        ("cu_seqlens_q", cu_seqlens_q),
-        ("k_new", k_new),
-        ("v_new", v_new),
-        ("cu_seqlens_new", cu_seqlens_new),
-    ):
-        validate.tensor(name, t)
+    optional = {"cu_seqlens_q": cu_seqlens_q, "k_new": k_new, "v_new": v_new, "cu_seqlens_new": cu_seqlens_new}
+    for name, value in optional.items():
+        validate.tensor(name, value)
     for name in ("max_seqlen_q", "max_seqlen_k", "num_splits"):
         if common[name] is not None:
             common[name] = validate.count(name, common[name], 1 if name == "num_splits" else 0)

@@ -13,6 +13,7 @@ CODES = {
     "vendor": "the device is of another vendor",
     "arch": "the device's architecture is not served",
     "missing": "something it needs is not there",
+    "failed": "it was tried and does not work here",
     "kind": "this kind of call is not answered",
     "dtype": "the dtype of q, k, v is not answered",
     "dtype_out": "the output dtype is not answered",

@@ -1,8 +1,8 @@
 """Cuts a call into chunks (some rows of a segment and the keys they can see) and drives a function over them.
 
-``forward``, ``backward`` and ``double_backward`` take ``attend(inputs, chunk, tensors) -> (out rows, lse)``, the meaning of one chunk in
-differentiable torch operations, and the dtype it computes in. Derivatives come from torch.func.vjp, which works wherever an op's kernel
-may run (below autograd, under compiled code).
+``forward``, ``backward`` and ``double_backward`` take ``attend(inputs, chunk, tensors) -> (out rows, lse)``, the
+meaning of one chunk in differentiable torch operations, and the dtype it computes in. Derivatives come from
+torch.func.vjp, which works wherever an op's kernel may run (below autograd, under compiled code).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from . import masks
 from .inputs import Inputs
 from .segments import Segment, segments, spare_rows
 
+_vjp: Callable[..., Any] = torch.func.vjp
 Attend = Callable[[Inputs, "Chunk", dict[str, Tensor]], tuple[Tensor, Tensor]]
 
 
@@ -32,15 +34,21 @@ def forward(
     if with_lse:
         lse = torch.full((*heads, columns + spare), -math.inf, dtype=torch.float32, device=inputs.q.device)
     for chunk in chunks(inputs, limit):
-        o, l = attend(inputs, chunk, chunk.leaves(inputs, dtype))
+        o, row_lse = attend(inputs, chunk, chunk.leaves(inputs, dtype))
         chunk.segment.put_rows(out, o, chunk.rows)
         if lse is not None:
-            chunk.segment.put_lse(lse, l, chunk.rows)
+            chunk.segment.put_lse(lse, row_lse, chunk.rows)
     return out[:rows], None if lse is None else lse[..., :columns].contiguous()
 
 
 def backward(
-    inputs: Inputs, attend: Attend, dtype: torch.dtype, limit: int, dout: Tensor, dlse: Tensor | None, wanted: list[bool]
+    inputs: Inputs,
+    attend: Attend,
+    dtype: torch.dtype,
+    limit: int,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: list[bool],
 ) -> list[Tensor]:
     """Gradients of the tensors that ``inputs.differentiable()`` lists and ``wanted`` marks, in that order."""
     total = _Accumulator(inputs, wanted)
@@ -51,8 +59,8 @@ def backward(
         def call(*values, leaves=leaves, names=names, chunk=chunk):
             return attend(inputs, chunk, {**leaves, **dict(zip(names, values, strict=True))})
 
-        (o, l), pull = torch.func.vjp(call, *(leaves[n] for n in names))
-        grads = pull((chunk.segment.rows(dout, chunk.rows).to(o.dtype), chunk.lse_grad(dlse, l)))
+        (o, lse), pull = _vjp(call, *(leaves[n] for n in names))
+        grads = pull((chunk.segment.rows(dout, chunk.rows).to(o.dtype), chunk.lse_grad(dlse, lse)))
         total.add(chunk, dict(zip(names, grads, strict=True)))
     return total.finish()
 
@@ -67,7 +75,8 @@ def double_backward(
     wanted: list[bool],
     grads_of_grads: list[Tensor | None],
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Gradients of ``backward`` with respect to dout, dlse and every differentiable tensor, given those of its results."""
+    """Gradients of ``backward`` with respect to dout, dlse and every differentiable tensor, given those of its
+    results."""
     pairs = inputs.differentiable()
     total = _Accumulator(inputs, [t is not None and t.is_floating_point() for _, t in pairs])
     seeds = _named(pairs, wanted, grads_of_grads)
@@ -86,11 +95,11 @@ def double_backward(
             def call(*inner):
                 return attend(inputs, chunk, {**current, **dict(zip(seeded, inner, strict=True))})
 
-            _, pull = torch.func.vjp(call, *(current[n] for n in seeded))
+            _, pull = _vjp(call, *(current[n] for n in seeded))
             return pull((do, dl))
 
         l_grad = chunk.lse_grad(dlse, torch.empty(chunk.lse_shape(inputs), dtype=d_dout.dtype, device=dout.device))
-        _, pull = torch.func.vjp(first_order, rows, l_grad, *(leaves[n] for n in names))
+        _, pull = _vjp(first_order, rows, l_grad, *(leaves[n] for n in names))
         seed_slices = chunk.seeds(seeds, total.dtype)
         do2, dl2, *grads = pull(tuple(seed_slices[n] for n in seeded))
         chunk.segment.put_rows(d_dout, do2, chunk.rows)
@@ -161,22 +170,25 @@ def chunks(inputs: Inputs, limit: int) -> Iterator[Chunk]:
             i1 = min(i0 + step, seqlen_q)
             keys = (0, seqlen_k)
             if isinstance(segment.seqlen_q, int) and isinstance(segment.seqlen_k, int):
-                keys = masks.key_range(i0, i1, seqlen_q, seqlen_k, inputs.causal, inputs.window_left, inputs.window_right)
+                keys = masks.key_range(
+                    i0, i1, seqlen_q, seqlen_k, inputs.causal, inputs.window_left, inputs.window_right
+                )
             yield Chunk(segment, slice(i0, i1), slice(*keys))
 
 
 class _Accumulator:
-    """Sums the gradients of chunks: whole tensors in the computation's dtype, cast to that of the argument at the end."""
+    """Sums the gradients of chunks: whole tensors in the computation's dtype, cast to that of the argument at the
+    end."""
 
     def __init__(self, inputs: Inputs, wanted: list[bool]):
         self.wanted, self.pairs = wanted, inputs.differentiable()
         self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
         names = _names(self.pairs)
         spare = spare_rows(inputs)
-        self.sums = {}
+        self.sums: dict[str, Tensor] = {}
         for name, (_, t), w in zip(names, self.pairs, wanted, strict=True):
             if w and t is not None:
-                shape = to_4d(t).shape if name == "attn_mask" else t.shape
+                shape = tuple(to_4d(t).shape if name == "attn_mask" else t.shape)
                 if name in ("q", "k", "v"):
                     shape = (shape[0] + spare, *shape[1:])
                 self.sums[name] = torch.zeros(shape, dtype=self.dtype, device=t.device)
@@ -197,7 +209,7 @@ class _Accumulator:
     def finish(self) -> list[Tensor]:
         result = []
         for name, (_, t) in zip(_names(self.pairs), self.pairs, strict=True):
-            if name in self.sums:
+            if name in self.sums and t is not None:
                 total = self.sums[name][: t.shape[0]] if name in ("q", "k", "v") else self.sums[name].view(t.shape)
                 result.append(total.to(t.dtype))
         return result

@@ -138,10 +138,10 @@ def cached_plan(problem: Problem, size: SizeBucket, device: Device, backend: str
 
 
 def give_up(found: Plan, reason: str) -> None:
-    """Forgets the plans of a backend that does not work on a device, and asks it no more there."""
+    """Forgets a plan whose backend does not work after all, and asks it no more for such problems on that device."""
     assert found.backend is not None
-    backends.give_up(found.backend, found.device, reason)
-    log.warning("backend %s is not used on %s any more: %s", found.backend, found.device, reason)
+    backends.give_up(found.backend, found.problem, found.device, reason)
+    log.warning("backend %s is not asked any more for %s on %s: %s", found.backend, found.problem, found.device, reason)
     with _lock:
         _plans.clear()
 

@@ -25,6 +25,12 @@ DTYPES: dict[torch.dtype, str] = {
 FP8 = tuple(name for name in DTYPES.values() if name.startswith("fp8"))
 
 
+def present(t: Tensor | None) -> Tensor:
+    """An optional tensor of which the kind of the call says that it is there."""
+    assert t is not None
+    return t
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 

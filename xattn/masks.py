@@ -1,4 +1,5 @@
-"""Which keys a query sees. Everything is aligned bottom-right: query i stands at key position i + seqlen_k - seqlen_q."""
+"""Which keys a query sees. Everything is aligned bottom-right: query i stands at key position i + seqlen_k -
+seqlen_q."""
 
 from __future__ import annotations
 

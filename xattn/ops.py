@@ -28,18 +28,22 @@ from .rotary import Rotary
 _LIBRARY = torch.library.Library("xattn", "DEF")
 
 _TAIL = (
-    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float? softmax_scale=None, float softcap=0.0, "
-    "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? seqused_k=None, float dropout_p=0.0, "
-    "Tensor? dropout_rng=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, str score_mod='', "
-    "Tensor[]? score_mod_aux=None, str mask_mod='', Tensor[]? mask_mod_aux=None, str epilogue='', Tensor[]? epilogue_aux=None, "
-    "ScalarType? out_dtype=None, bool return_lse=False, bool? deterministic=None, str? backend=None"
+    "bool causal=False, SymInt? window_left=None, SymInt? window_right=None, float? softmax_scale=None, "
+    "float softcap=0.0, Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? seqused_k=None, "
+    "float dropout_p=0.0, Tensor? dropout_rng=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+    "str score_mod='', Tensor[]? score_mod_aux=None, str mask_mod='', Tensor[]? mask_mod_aux=None, "
+    "str epilogue='', Tensor[]? epilogue_aux=None, ScalarType? out_dtype=None, bool return_lse=False, "
+    "bool? deterministic=None, str? backend=None"
 )
 _HEADS = {
     "attention": "Tensor q, Tensor k, Tensor v, *, ",
-    "attention_varlen": "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, *, ",
-    "attention_paged": "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seqlens_k, *, Tensor? cu_seqlens_q=None, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str kv_layout='NHD', int? num_splits=None, ",
+    "attention_varlen": "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, *, ",
+    "attention_paged": "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seqlens_k, *, "
+    "Tensor? cu_seqlens_q=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str kv_layout='NHD', "
+    "int? num_splits=None, ",
 }
+_BACKWARD = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs_grad, bool[] wanted, "
 _KINDS = {"attention": "attention", "attention_varlen": "varlen", "attention_paged": "paged"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _POSITIONAL = {
@@ -54,12 +58,10 @@ _MODS = ("score_mod", "mask_mod", "epilogue")
 for _name, _head in _HEADS.items():
     _LIBRARY.define(f"{_name}({_head}{_TAIL}, bool[]? needs_grad=None) -> (Tensor, Tensor)")
     if _name != "attention_paged":
-        _LIBRARY.define(
-            f"{_name}_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs_grad, bool[] wanted, {_head}{_TAIL}) -> Tensor[]"
-        )
+        _LIBRARY.define(f"{_name}_backward({_BACKWARD}{_head}{_TAIL}) -> Tensor[]")
 _LIBRARY.define(
-    "append_paged(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor seqlens_k, Tensor k_new, Tensor? v_new, *, "
-    "Tensor? cu_seqlens_new=None, str kv_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, "
+    "append_paged(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor seqlens_k, Tensor k_new, "
+    "Tensor? v_new, *, Tensor? cu_seqlens_new=None, str kv_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, "
     "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False) -> ()"
 )
 

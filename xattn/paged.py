@@ -97,7 +97,7 @@ class PagedKVCache:
 
     # ---------------------------------------------------------------- a step
     def reserve(self, ids: Iterable[Hashable], n: int | Sequence[int]) -> None:
-        """Makes room for ``n`` tokens (a number, or one per id) behind the committed ones; ``ids`` are the step's batch.
+        """Makes room for ``n`` tokens (a number, or one per id) behind the committed ones; ``ids`` become the batch.
 
         Unknown ids become empty sequences. Where tokens would be written into a page that others hold too, it is
         copied. What was reserved before and is not committed yet is part of the room, not added to it, and is never
@@ -196,7 +196,7 @@ class PagedKVCache:
             return self._mirror.seqlens_k
 
     def preallocate(self, max_batch: int, max_seqlen: int) -> None:
-        """Replaces the mirrors by ones for steps of max_batch sequences of max_seqlen tokens: before a graph is captured."""
+        """New mirrors, with room for steps of max_batch sequences of max_seqlen tokens: before a graph is captured."""
         rows, tokens = validate.count("max_batch", max_batch), validate.count("max_seqlen", max_seqlen)
         with self._lock:
             self._mirror.resize(rows, min(self._pool.pages_for(tokens), self.num_pages))

@@ -25,8 +25,8 @@ def append(
 ) -> None:
     """Writes ``k_new``, ``v_new`` behind the ``seqlens_k`` tokens of each sequence.
 
-    Tokens without room, or whose page id is out of range, are not written: on the CPU nothing is, and DeviceValueError is raised; on a
-    GPU the others are, and the status word is set.
+    Tokens without room, or whose page id is out of range, are not written: on the CPU nothing is, and DeviceValueError
+    is raised; on a GPU the others are, and the status word is set.
     """
     sequence, position, exists = token_positions(seqlens_k, k_new, cu_seqlens_new)
     page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
@@ -52,7 +52,8 @@ def append(
 
 
 def token_positions(lengths: Tensor, new: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequence, position in it, whether it belongs to one) of each token of ``new``, behind ``lengths``; all of shape (tokens,)."""
+    """(sequence, position in it, whether it belongs to one) of each token of ``new``, behind ``lengths``; all of shape
+    (tokens,)."""
     batch = lengths.shape[0]
     if cu_seqlens is None:
         count = new.shape[1]
@@ -69,7 +70,8 @@ def token_positions(lengths: Tensor, new: Tensor, cu_seqlens: Tensor | None) -> 
 
 
 def _rounded(new: Tensor, dtype: torch.dtype, scale: Tensor | None, sequence: Tensor) -> Tensor:
-    """(tokens, heads, width) in the cache's dtype: divided by the scale, and clamped to the range where the dtype is fp8."""
+    """(tokens, heads, width) in the cache's dtype: divided by the scale, and clamped to the range where the dtype is
+    fp8."""
     if scale is not None:
         new = new.float() / (scale if scale.dim() == 0 else scale[sequence][..., None])
     if dtype.itemsize == 1:
@@ -79,8 +81,9 @@ def _rounded(new: Tensor, dtype: torch.dtype, scale: Tensor | None, sequence: Te
 
 
 def _write(cache: Tensor, page: Tensor, slot: Tensor, values: Tensor, kept: Tensor, kv_layout: str) -> None:
-    """cache[page, slot] = values where ``kept``. Tokens not kept repeat the write of one that is, so that no result depends on order."""
-    first = kept.to(torch.int8).argmax()
+    """cache[page, slot] = values where ``kept``. Tokens not kept repeat the write of one that is, so that no result
+    depends on order."""
+    first = kept.to(torch.int8).argmax(0, keepdim=True)
     page, slot = (torch.where(kept, x, x[first]) for x in (page, slot))
     at = (page, slice(None), slot) if kv_layout == "HND" else (page, slot)
     bits = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # fp8 is moved as bytes

@@ -1,7 +1,8 @@
-"""The oracle: attention by its definition, with every argument, on any device; float64 for float64 inputs, otherwise float32.
+"""The oracle: attention by its definition, with every argument, on any device; float64 for float64 inputs, otherwise
+float32.
 
-``attend`` gives the meaning of one chunk (see chunks.py, which cuts calls so that memory stays linear in seqlen); all derivatives come
-from differentiating it.
+``attend`` gives the meaning of one chunk (see chunks.py, which cuts calls so that memory stays linear in seqlen); all
+derivatives come from differentiating it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from . import masks, rng
 from .chunks import Chunk
-from .inputs import Inputs
+from .inputs import Inputs, present
 
 # Scores held at once: the memory of a chunk is a small multiple of it.
 CHUNK_SCORES = {"cpu": 1 << 22, "gpu": 1 << 26}
@@ -28,7 +29,8 @@ def compute_dtype(inputs: Inputs) -> torch.dtype:
 
 
 def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows (batch, rows, heads_q, head_dim) against keys (batch, keys, heads_kv, head_dim): out rows, and lse (batch, heads_q, rows)."""
+    """Rows (batch, rows, heads_q, head_dim) against keys (batch, keys, heads_kv, head_dim): out rows, and lse (batch,
+    heads_q, rows)."""
     segment, x = chunk.segment, inputs
     q, k, v = t["q"], t["k"], t["v"]
     b, rows, hq, d = q.shape
@@ -43,7 +45,7 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
     at = (segment.batch_idx[:, None, None, None], torch.arange(hq, device=q.device)[:, None, None])
     q_idx = i if x.kind != "paged" else i + (seqlen_k - seqlen_q)
 
-    grouped = q.view(b, rows, hkv, hq // hkv, d).permute(0, 2, 3, 1, 4).reshape(b, hkv, -1, d)
+    grouped = q.view(b, rows, hkv, hq // hkv, d).permute(0, 2, 3, 1, 4).reshape(b, hkv, hq // hkv * rows, d)
     s = (grouped @ k.permute(0, 2, 3, 1)).view(b, hq, rows, keys) * x.scale
     for name in ("q_scale", "k_scale"):
         if name in t:
@@ -83,9 +85,9 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
     lse = torch.where(empty, -math.inf, torch.log(row_sum) + row_max)[..., 0]
 
     if x.dropout_p:
-        kept = rng.keep(x.dropout_rng, x.dropout_p, *at, q_idx, j)
-        p = torch.where(kept, p / (1 - x.dropout_p) if x.dropout_p < 1 else 0, 0)
-    o = (p.view(b, hkv, -1, keys) @ v.permute(0, 2, 1, 3)).view(b, hq, rows, dv) / row_sum
+        kept = rng.keep(present(x.dropout_rng), x.dropout_p, *at, q_idx, j)
+        p = torch.where(kept, p / (1 - x.dropout_p), 0) if x.dropout_p < 1 else p * 0
+    o = (p.view(b, hkv, hq // hkv * rows, keys) @ v.permute(0, 2, 1, 3)).view(b, hq, rows, dv) / row_sum
     if "v_scale" in t:
         o = o * _per_head(t["v_scale"], hq)
     if x.epilogue is not None:

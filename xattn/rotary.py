@@ -30,7 +30,7 @@ class Rotary:
                 raise TypeError(f"{name}: got {t.dtype}; allowed: a float dtype")
             if t.dim() != 2 or t.shape != self.cos.shape or t.shape[1] < 1:
                 raise ValueError(
-                    f"{name}: got shape {tuple(t.shape)}; allowed: (positions, rotary_dim / 2), the same for cos and sin"
+                    f"{name}: got shape {tuple(t.shape)}; allowed: (positions, rotary_dim / 2), for cos and sin alike"
                 )
         if not isinstance(self.interleaved, bool):
             raise TypeError(f"interleaved: got {type(self.interleaved).__name__}; allowed: True or False")

@@ -45,6 +45,11 @@ def validate_on_device() -> bool:
     return value == "device"
 
 
+def host_compilers() -> tuple[str, ...]:
+    """The C++ compiler that the user prefers (CXX), if any."""
+    return tuple(filter(None, [os.environ.get("CXX")]))
+
+
 def visible_devices() -> dict[str, str]:
     """The variables by which a user hides GPUs, as far as they are set."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")

@@ -1,7 +1,9 @@
-"""The one validation layer. Everything the host can see is checked before anything is launched or written (contract 12).
+"""The one validation layer. Everything the host can see is checked before anything is launched or written (contract
+12).
 
-``number``, ``flag``, ``window`` and the like normalise Python arguments; ``call`` checks the tensors of a call against each other, on real and
-on fake tensors; ``values`` checks what only the device holds: at once on the CPU, by the status word on a GPU.
+``number``, ``flag``, ``window`` and the like normalise Python arguments; ``call`` checks the tensors of a call against
+each other, on real and on fake tensors; ``values`` checks what only the device holds: at once on the CPU, by the status
+word on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import status
-from .inputs import DTYPES, FP8, Inputs, dtype_name
+from .inputs import DTYPES, FP8, Inputs, dtype_name, present
 
 _INT = (torch.int32, torch.int64)
 _FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,8 +33,8 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         fail(name, type(value).__name__, "a number", TypeError)
     if not (low <= value <= high and -math.inf < value < math.inf):
-        bounds = f"a finite number{'' if low == -math.inf else f' from {low:g}'}{'' if high == math.inf else f' to {high:g}'}"
-        fail(name, value, bounds)
+        below, above = "" if low == -math.inf else f" from {low:g}", "" if high == math.inf else f" to {high:g}"
+        fail(name, value, f"a finite number{below}{above}")
     return float(value)
 
 
@@ -48,7 +50,7 @@ def count(name: str, value: Any, low: int = 0) -> int:
         fail(name, type(value).__name__, "a whole number", TypeError)
     if value < low:
         fail(name, value, f"a whole number from {low}")
-    return value
+    return value  # type: ignore[return-value]
 
 
 def window(value: Any) -> tuple[int | None, int | None]:
@@ -97,7 +99,12 @@ def call(x: Inputs, grads: Sequence[str] = ()) -> None:
     _numbers(x)
     if grads:
         if x.kind == "paged":
-            fail("q", "a tensor that requires a gradient", "attention_paged has no gradient: call it under torch.no_grad()", RuntimeError)
+            fail(
+                "q",
+                "a tensor that requires a gradient",
+                "attention_paged has no gradient: call it under torch.no_grad()",
+                RuntimeError,
+            )
         if x.dtype_out not in _FLOAT:
             fail("out_dtype", x.dtype_out, "a dtype of 16 or more bits where a gradient is asked for")
 
@@ -205,7 +212,11 @@ def _masks(x: Inputs) -> None:
             full = (b, hq, x.seqlen_q, x.seqlen_k)
             dims = zip(reversed(mask.shape), reversed(full), strict=False)
             if mask.dim() > 4 or not all(m == n or m == 1 for m, n in dims):
-                fail("attn_mask", f"shape {tuple(mask.shape)}", f"a shape that broadcasts to {full} (batch, heads_q, seqlen_q, seqlen_k)")
+                fail(
+                    "attn_mask",
+                    f"shape {tuple(mask.shape)}",
+                    f"a shape that broadcasts to {full} (batch, heads_q, seqlen_q, seqlen_k)",
+                )
     if x.alibi_slopes is not None:
         _floating("alibi_slopes", x.alibi_slopes)
         _shape("alibi_slopes", x.alibi_slopes, (hq,), (b, hq))
@@ -242,7 +253,9 @@ def _numbers(x: Inputs) -> None:
             fail("dropout_rng", x.dropout_rng.dtype, "torch.int64", TypeError)
         _shape("dropout_rng", x.dropout_rng, (2,))
     elif x.dropout_p > 0:
-        fail("dropout_rng", None, "an int64[2] tensor (seed, offset) where the op is called directly with dropout_p > 0")
+        fail(
+            "dropout_rng", None, "an int64[2] tensor (seed, offset) where the op is called directly with dropout_p > 0"
+        )
     if x.dropout_p > 0 and x.kind == "paged":
         fail("dropout_p", x.dropout_p, "0 in paged calls")
 
@@ -264,7 +277,11 @@ def append(
         fail("kv_layout", repr(kv_layout), "'NHD' or 'HND'")
     heads_dim = 2 if kv_layout == "NHD" else 1
     named = {"k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "seqlens_k": seqlens_k, "k_new": k_new}
-    named |= {n: t for n, t in (("v_new", v_new), ("cu_seqlens_new", cu_seqlens_new), ("k_scale", k_scale), ("v_scale", v_scale)) if t is not None}
+    named |= {
+        n: t
+        for n, t in (("v_new", v_new), ("cu_seqlens_new", cu_seqlens_new), ("k_scale", k_scale), ("v_scale", v_scale))
+        if t is not None
+    }
     for name, t in named.items():
         if t.device != k_cache.device:
             fail(name, f"device {t.device}", f"the device of k_cache, {k_cache.device}")
@@ -285,22 +302,22 @@ def append(
         _shape("cu_seqlens_new", cu_seqlens_new, (batch + 1,))
         _rank("k_new", k_new, ("total_new", "heads_kv", "head_dim"))
         _shape("k_new", k_new, (k_new.shape[0], heads, k_cache.shape[3]))
-    for name, t in (("k_new", k_new), ("v_new", v_new)):
-        if t is None:
+    for name, new in (("k_new", k_new), ("v_new", v_new)):
+        if new is None:
             continue
-        if t.dtype not in DTYPES:
-            fail(name, t.dtype, ", ".join(DTYPES.values()), TypeError)
-        if dtype_name(k_cache.dtype) not in FP8 and t.dtype != k_cache.dtype:
-            fail(name, t.dtype, f"the dtype of the cache, {k_cache.dtype}", TypeError)
+        if new.dtype not in DTYPES:
+            fail(name, new.dtype, ", ".join(DTYPES.values()), TypeError)
+        if dtype_name(k_cache.dtype) not in FP8 and new.dtype != k_cache.dtype:
+            fail(name, new.dtype, f"the dtype of the cache, {k_cache.dtype}", TypeError)
     if v_new is not None:
         _shape("v_new", v_new, (*lead, heads, v_cache.shape[3]))
     elif v_cache.numel() and v_cache.untyped_storage().data_ptr() != k_cache.untyped_storage().data_ptr():
         fail("v_new", None, "a tensor; it may be left out only where v_cache is a view of k_cache")
-    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if t is not None:
-            if t.dtype != torch.float32:
-                fail(name, t.dtype, "torch.float32", TypeError)
-            _shape(name, t, (), (batch, heads))
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            if scale.dtype != torch.float32:
+                fail(name, scale.dtype, "torch.float32", TypeError)
+            _shape(name, scale, (), (batch, heads))
 
 
 # ---------------------------------------------------------------- values on the device
@@ -311,14 +328,15 @@ def values(x: Inputs) -> None:
     if x.cu_seqlens_k is not None:
         offsets("cu_seqlens_k", x.cu_seqlens_k, x.k.shape[0], x.max_seqlen_k, "max_seqlen_k")
     if x.seqused_k is not None:
-        room = x.k.shape[1] if x.kind == "attention" else x.cu_seqlens_k[1:] - x.cu_seqlens_k[:-1]
+        room = x.k.shape[1] if x.kind == "attention" else present(x.cu_seqlens_k).diff()
         status.report("seqlens_k", (x.seqused_k < 0) | (x.seqused_k > room), "seqused_k")
     if x.kind == "paged":
-        room = x.page_table.shape[1] * x.page_size
-        status.report("seqlens_k", (x.seqlens_k < 0) | (x.seqlens_k > room), f"seqlens_k, room for {room} tokens")
-        first = torch.arange(x.page_table.shape[1], device=x.q.device) * x.page_size
-        used = first < x.seqlens_k[:, None]
-        status.report("page_table", used & ((x.page_table < 0) | (x.page_table >= x.k.shape[0])))
+        page_table, seqlens_k = present(x.page_table), present(x.seqlens_k)
+        tokens = page_table.shape[1] * x.page_size
+        status.report("seqlens_k", (seqlens_k < 0) | (seqlens_k > tokens), f"seqlens_k, room for {tokens} tokens")
+        first = torch.arange(page_table.shape[1], device=x.q.device) * x.page_size
+        used = first < seqlens_k[:, None]
+        status.report("page_table", used & ((page_table < 0) | (page_table >= x.k.shape[0])))
 
 
 def offsets(name: str, cu_seqlens: Tensor, total: int, longest: int | None = None, longest_name: str = "") -> None:

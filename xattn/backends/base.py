@@ -17,15 +17,15 @@ Config = tuple[tuple[str, object], ...]  # (name, value) pairs: hashable, printa
 
 
 class Unavailable(RuntimeError):
-    """Raised by a backend's ``run`` that turns out not to work on a device at all: it is not asked again there."""
+    """Raised by a backend's ``run`` that turns out not to work for a problem on a device: it is not asked again."""
 
 
-_unavailable: dict[tuple[str, Device], str] = {}
+_unavailable: dict[tuple[str, Problem, Device], str] = {}
 
 
-def give_up(name: str, device: Device, reason: str) -> None:
-    """From now on backend ``name`` refuses everything on ``device``."""
-    _unavailable[name, device] = reason
+def give_up(name: str, problem: Problem, device: Device, reason: str) -> None:
+    """From now on backend ``name`` refuses ``problem`` on ``device``."""
+    _unavailable[name, problem, device] = reason
 
 
 def _absent(*args: object) -> NoReturn:
@@ -54,7 +54,8 @@ class Backend:
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
         """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes
         closest speaks."""
-        if (self.name, device) in _unavailable:
-            return (Refusal("missing", "device", _unavailable[self.name, device], ()),)
+        reason = _unavailable.get((self.name, problem, device))
+        if reason is not None:
+            return (Refusal("failed", "device", reason),)
         found = [check(problem, size, device, c) for c in self.capabilities()]
         return min(found, key=lambda refusals: (any(r.code in ("vendor", "arch") for r in refusals), len(refusals)))

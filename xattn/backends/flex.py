@@ -73,9 +73,7 @@ def _attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, compiled: bool = Tr
         form, x.score_mod.element if x.score_mod else None, x.mask_mod.element if x.mask_mod else None
     )
     lengths = x.seqused_k if x.seqused_k is not None else torch.full((), x.seqlen_k, device=q.device)
-    bounds = torch.tensor([x.window_left or 0, x.window_right or 0, x.seqlen_q], device="cpu").to(
-        q.device, non_blocking=True
-    )
+    bounds = tuple(torch.full((), n, device=q.device) for n in (x.window_left or 0, x.window_right or 0, x.seqlen_q))
     cap = torch.full((), x.softcap or 1.0, dtype=torch.float32, device=q.device)
     slopes = (
         x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.dim() == 2 else x.alibi_slopes.expand(x.batch, -1)
@@ -140,6 +138,7 @@ def _functions(
             scale=scale,
             enable_gqa=p.gqa_ratio != 1,
             return_aux=AuxRequest(lse=True),
+            kernel_options={"BACKEND": "TRITON"},  # its decoding kernel refuses some head ratios
         )
         return out, extra.lse
 

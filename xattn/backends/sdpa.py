@@ -73,9 +73,11 @@ def _attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor,
     mask = bias if bias is not None else seen
     if mask is not None:
         mask = chunks.to_4d(mask).expand(q.shape[0], -1, rows, keys)
-    out = F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal, scale=x.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.device.type == "cpu":  # torch repeats the heads too, but rounds after each gradient that it adds
+        k, v = (y[:, :, None].expand(-1, -1, q.shape[1] // y.shape[1], -1, -1).flatten(1, 2) for y in (k, v))
+        grouped = False
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=x.scale, enable_gqa=grouped)
     if empty is not None:
         out = torch.where(empty, 0, out)
     return out.transpose(1, 2), nothing

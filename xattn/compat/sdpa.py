@@ -27,7 +27,7 @@ def scaled_dot_product_attention(
     """
     if query.dim() < 3 or query.dim() != key.dim() or key.dim() != value.dim():
         raise ValueError(
-            f"query, key, value: got {query.dim()}, {key.dim()}, {value.dim()} dimensions; allowed: the same number, from 3"
+            f"query, key, value: got {query.dim()}, {key.dim()}, {value.dim()} dimensions; allowed: as many, from 3"
         )
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: got a tensor; allowed: None where is_causal is set")

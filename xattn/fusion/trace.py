@@ -47,25 +47,26 @@ def trace(
     """
     if torch.compiler.is_compiling():
         lifted = [v if isinstance(v, Tensor) else _as_tensor(v, device) for v in _captured(fn, numbers=True)]
-        return _trace_constant(role, fn, str(device), len(aux)), [*aux, *lifted]
+        dims = ",".join([str(t.dim()) for t in aux])
+        return _trace_constant(role, fn, str(device), dims), [*aux, *lifted]
     tensors = _captured(fn)
     mod, loose = _trace(role, fn, device, [*aux, *tensors], len(aux))
     return intern(mod), [*aux, *tensors, *loose]
 
 
 @torch._dynamo.assume_constant_result
-def _trace_constant(role: str, fn: Callable[..., Any], device: str, given: int) -> str:
+def _trace_constant(role: str, fn: Callable[..., Any], device: str, dims: str) -> str:
     """``trace`` while torch.compile looks on: the key is a constant as long as the function's code is the same, for all
     it captured is an argument."""
     with unset_fake_temporarily(), torch.no_grad():
         where = torch.device(device)
         captured = [v if isinstance(v, Tensor) else _as_tensor(v, where) for v in _captured(fn, numbers=True)]
-        aux = [torch.zeros((1,) * 4, device=where) for _ in range(given)]
-        mod, loose = _trace(role, fn, where, [*aux, *captured], given, numbers=True)
+        aux = [torch.zeros((1,) * int(n), device=where) for n in dims.split(",") if n]
+        mod, loose = _trace(role, fn, where, [*aux, *captured], len(aux), numbers=True)
     if loose:
         raise UnsupportedError(
-            f"{role}: {_describe(fn)} uses a tensor that is neither in its closure nor an argument (a global, an attribute); "
-            "under torch.compile hold it in a local variable of the function around it"
+            f"{role}: {_describe(fn)} uses a tensor that is neither in its closure nor an argument (a global, an "
+            "attribute); under torch.compile hold it in a local variable of the function around it"
         )
     return intern(mod)
 
@@ -187,7 +188,8 @@ def lookup(key: str) -> Mod | None:
     with _lock:
         if key not in _kept:
             raise UnsupportedError(
-                f"{key}: this process has traced no such function. User functions do not travel in exported or scripted modules."
+                f"{key}: this process has traced no such function. "
+                "User functions do not travel in exported or scripted modules."
             )
         return _kept[key]
 

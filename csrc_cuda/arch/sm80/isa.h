@@ -1,0 +1,100 @@
+// The instructions of sm_80 that kernels use, one function each. PTX ISA 7.0 and later.
+#pragma once
+
+#include "kernels/platform.h"
+
+namespace xattn {
+
+struct IsaSm80 {
+    XATTN_DEVICE static int thread_index() { return int(threadIdx.x); }
+    XATTN_DEVICE static u32 block_index() { return blockIdx.x; }
+    XATTN_DEVICE static void barrier() { __syncthreads(); }
+    XATTN_DEVICE static void warp_barrier() { __syncwarp(); }
+    XATTN_DEVICE static bool any(bool x) { return __any_sync(0xffffffffu, x); }
+    XATTN_DEVICE static float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+    XATTN_DEVICE static s32 fresh(s32 x) {
+        asm volatile("" : "+r"(x));
+        return x;
+    }
+
+    // ---- arithmetic
+    XATTN_DEVICE static float infinity() { return __int_as_float(0x7f800000); }
+    XATTN_DEVICE static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+    XATTN_DEVICE static float divide(float a, float b) { return __fdividef(a, b); }
+    XATTN_DEVICE static float exp2(float x) {
+        float y;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
+    XATTN_DEVICE static float log2(float x) {
+        float y;
+        asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
+    XATTN_DEVICE static u32 pack(bf16, float low, float high) {
+        u32 y;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+        return y;
+    }
+    XATTN_DEVICE static u32 pack(fp16, float low, float high) {
+        u32 y;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+        return y;
+    }
+    XATTN_DEVICE static float widen(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+    XATTN_DEVICE static float widen(fp16 x) {
+        float y;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+        return y;
+    }
+
+    // ---- memory: addresses of shared memory are 32-bit
+    XATTN_DEVICE static void cp_async(u32 target, const u16* source, bool valid) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
+                     : "memory");
+    }
+    XATTN_DEVICE static void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+    template <int n>
+    XATTN_DEVICE static void cp_async_wait() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
+    }
+    XATTN_DEVICE static void store_shared(u32 at, u32 x) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+    }
+    XATTN_DEVICE static Chunk load_shared(u32 at) {
+        Chunk c;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3])
+                     : "r"(at)
+                     : "memory");
+        return c;
+    }
+
+    // ---- matrices: four 8 x 8 of 16-bit elements; lane 8 m + r gives the address of row r of matrix m
+    XATTN_DEVICE static void ldmatrix(u32 (&x)[4], u32 at) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(at)
+                     : "memory");
+    }
+    XATTN_DEVICE static void ldmatrix_trans(u32 (&x)[4], u32 at) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(at)
+                     : "memory");
+    }
+    XATTN_DEVICE static void mma(bf16, float* d, const u32* a, const u32* b) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
+            "%1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+    XATTN_DEVICE static void mma(fp16, float* d, const u32* a, const u32* b) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+            "%2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+};
+
+}  // namespace xattn

@@ -1,0 +1,258 @@
+// Attention forward, one pass: the body shared by every architecture without asynchronous matrix products.
+//
+// A thread block works on kTileM query rows of one head, a warp on 16 * kRowGroups of them. It walks the keys from the
+// last visible block to the first:
+//
+//   K of a block is in shared memory;  copying of its V starts;  S = Q K^T;  copying of the next K starts (V has
+//   arrived); mask and softmax;  O += P V.
+//
+// So one copy is always under way behind the matrix products, and two thread blocks on a multiprocessor hide each
+// other's softmax. Q, K, V and the output are staged in shared memory as tile_copy.h lays them out. All masks, the
+// softmax and the epilogue know only logical rows and columns; which lane holds which element is the Arch's business
+// (arch/sm80/arch.h states the interface).
+#pragma once
+
+#include "kernels/params.h"
+#include "kernels/scheduler.h"
+#include "kernels/scores.h"
+#include "kernels/sequence.h"
+#include "kernels/softmax.h"
+#include "kernels/tile_copy.h"
+
+namespace xattn {
+
+template <class Arch, class Config>
+struct AttentionForward {
+    using Element = typename Config::Element;
+    using Accumulator = typename Arch::Accumulator;  // a 16 x 16 tile of float32
+    using OperandA = typename Arch::OperandA;        // 16 rows x 16
+    using OperandB = typename Arch::OperandB;        // 16 keys x 16
+    using Shared = typename Arch::Shared;
+
+    static constexpr int kTileM = Config::tile_m, kTileN = Config::tile_n;
+    static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
+    static constexpr int kThreads = Config::num_warps * Arch::kWarpSize;
+    static constexpr int kRowGroups = kTileM / (16 * Config::num_warps);  // 16-row groups of a warp
+    static constexpr int kKeyGroups = kTileN / 16;
+    static constexpr int kRows = Arch::kRowsPerLane;  // rows a lane holds of a group
+    static_assert(kTileM == 16 * Config::num_warps * kRowGroups && kTileN % 16 == 0, "tiles are made of 16 x 16 tiles");
+
+    using LayoutQ = TileLayout<kTileM, kDim>;
+    using LayoutO = TileLayout<kTileM, kDimV>;
+    using LayoutK = TileLayout<kTileN, kDim>;
+    using LayoutV = TileLayout<kTileN, kDimV>;
+    static constexpr int kQ = 0;
+    static constexpr int kK = max_of(LayoutQ::bytes, LayoutO::bytes);  // the output is staged where Q was
+    static constexpr int kV = kK + LayoutK::bytes;
+    static constexpr int kSharedBytes = kV + LayoutV::bytes;
+    static constexpr bool kKeepQ = Config::keep_q;  // Q in registers instead of reading it again for every block
+
+    struct Row {
+        s32 first, last;  // keys it sees
+    };
+
+    // One thread block, one tile.
+    XATTN_DEVICE static void run(const ForwardParams& p, Shared shared) {
+        const Tile t = tile_at(p, Arch::block_index());
+        const Sequence seq = Sequence::of(p, t.sequence);
+        const s32 row0 = t.m_block * kTileM;
+        if (row0 >= seq.seqlen_q) return;
+        const int thread = Arch::thread_index(), warp = thread / Arch::kWarpSize, lane = thread % Arch::kWarpSize;
+        const Visible visible = Visible::of(p, seq);
+        const s32 kv_head = t.head / (p.heads_q / p.heads_kv);
+        const u16* q = start(p.q, p.cu_seqlens_q, t.sequence, seq.start_q, t.head);
+        const u16* k = start(p.k, p.cu_seqlens_k, t.sequence, seq.start_k, kv_head);
+        const u16* v = start(p.v, p.cu_seqlens_k, t.sequence, seq.start_k, kv_head);
+        const Shared sq = shared + kQ, sk = shared + kK, sv = shared + kV;
+        const Shared pq = Arch::template rows_pointer<LayoutQ>(sq, warp * 16 * kRowGroups, lane);
+        const Shared pk = Arch::template keys_pointer<LayoutK>(sk, lane);
+        const Shared pv = Arch::template values_pointer<LayoutV>(sv, lane);
+
+        // Key blocks that some row of the tile sees: [n_first, n_last]; those that every row sees whole need no mask.
+        const s32 last_row = min_of(row0 + kTileM, seq.seqlen_q) - 1;
+        const s32 key_first = visible.first(row0), key_last = visible.last(last_row);
+        const s32 n_first = key_first / kTileN, n_last = key_last < key_first ? n_first - 1 : key_last / kTileN;
+        const s32 whole_from = visible.first(last_row), whole_to = visible.last(row0) + 1;
+
+        TileCopy<Arch, kThreads, kTileM, kDim>(q, p.q.row_stride, row0, p.head_dim, thread)
+            .start(sq, seq.seqlen_q - row0);
+        TileCopy<Arch, kThreads, kTileN, kDim> copy_k(k, p.k.row_stride, n_last * kTileN, p.head_dim, thread);
+        TileCopy<Arch, kThreads, kTileN, kDimV> copy_v(v, p.v.row_stride, n_last * kTileN, p.head_dim_v, thread);
+        if (n_first <= n_last) copy_k.start(sk, seq.seqlen_k - n_last * kTileN);
+        Arch::copy_commit();
+
+        State s;
+        s.softmax_reset();
+        s.clear_output();
+        const Scores<Arch, Config> scores(p, visible, t.sequence, t.head, row0 + warp * 16 * kRowGroups, lane);
+
+        for (s32 n = n_last; n >= n_first; --n) {
+            Arch::template copy_wait<0>();
+            Arch::barrier();  // K of this block is there for all, and V's buffer is free
+            if (kKeepQ && n == n_last) s.keep_q(pq);
+            copy_v.start(sv, seq.seqlen_k - n * kTileN);
+            copy_v.move(-kTileN);
+            Arch::copy_commit();
+            s.multiply_qk(pq, pk);
+            Arch::template copy_wait<0>();
+            Arch::barrier();  // V is there for all, and K's buffer is free
+            if (n > n_first) {
+                copy_k.move(-kTileN);
+                copy_k.start(sk, kTileN);
+                Arch::copy_commit();
+            }
+            const s32 key0 = n * kTileN;
+            const bool whole = key0 >= whole_from && key0 + kTileN <= whole_to;
+            s.softmax(scores, key0, whole);
+            s.multiply_pv(pv);
+        }
+        Arch::template copy_wait<0>();
+        s.finish(p, scores, t, seq, row0, sq, warp, lane);
+    }
+
+  private:
+    XATTN_DEVICE static const u16* start(const Operand& x, const void* packed, s32 sequence, s64 row, s32 head) {
+        return static_cast<const u16*>(x.data) + (packed ? row * x.row_stride : sequence * x.batch_stride) +
+               head * x.head_stride;
+    }
+
+    // What a warp carries from block to block.
+    struct State {
+        Accumulator acc_s[kRowGroups][kKeyGroups];
+        Accumulator acc_o[kRowGroups][kDimV / 16];
+        OperandA q[kKeepQ ? kRowGroups : 1][kKeepQ ? kDim / 16 : 1];
+        Softmax<Arch, kRows> soft[kRowGroups];
+
+        XATTN_DEVICE void softmax_reset() {
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) soft[g].reset();
+        }
+        XATTN_DEVICE void clear_output() {
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+            for (int d = 0; d < kDimV / 16; ++d) acc_o[g][d].clear();
+        }
+        XATTN_DEVICE void keep_q(Shared pq) {
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+            for (int c = 0; c < kDim / 16; ++c) q[kKeepQ ? g : 0][kKeepQ ? c : 0] = load_q(pq, g, c);
+        }
+        XATTN_DEVICE static OperandA load_q(Shared pq, int g, int c) {
+            return Arch::template load_rows<LayoutQ>(pq, g * 16, c * 16);
+        }
+
+        // acc_s = Q K^T
+        XATTN_DEVICE void multiply_qk(Shared pq, Shared pk) {
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+            for (int n = 0; n < kKeyGroups; ++n) acc_s[g][n].clear();
+            XATTN_UNROLL
+            for (int c = 0; c < kDim / 16; ++c) {
+                OperandA a[kRowGroups];
+                XATTN_UNROLL
+                for (int g = 0; g < kRowGroups; ++g)
+                    a[g] = kKeepQ ? q[kKeepQ ? g : 0][kKeepQ ? c : 0] : load_q(pq, g, c);
+                XATTN_UNROLL
+                for (int n = 0; n < kKeyGroups; ++n) {
+                    const OperandB b = Arch::template load_keys<LayoutK>(pk, n * 16, c * 16);
+                    XATTN_UNROLL
+                    for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_s[g][n], a[g], b);
+                }
+            }
+        }
+
+        // Scores become weights, relative to each row's reference; the output follows where a reference moves.
+        XATTN_DEVICE void softmax(const Scores<Arch, Config>& scores, s32 key0, bool whole) {
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) {
+                scores.modify(acc_s[g], g, key0);
+                if (!whole) scores.mask(acc_s[g], g, key0);
+                float largest[kRows], factor[kRows];
+                XATTN_UNROLL
+                for (int r = 0; r < kRows; ++r) largest[r] = -Arch::infinity();
+                XATTN_UNROLL
+                for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
+                for (int e = 0; e < Arch::kElements; ++e)
+                    largest[Arch::row_slot(e)] = max_of(largest[Arch::row_slot(e)], acc_s[g][n].x[e]);
+                scores.to_log2(largest);
+                if (soft[g].move_reference(largest, factor)) {
+                    XATTN_UNROLL
+                    for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
+                    for (int e = 0; e < Arch::kElements; ++e) acc_o[g][d].x[e] *= factor[Arch::row_slot(e)];
+                }
+                XATTN_UNROLL
+                for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
+                for (int e = 0; e < Arch::kElements; ++e) {
+                    const int r = Arch::row_slot(e);
+                    const float w = Arch::exp2(scores.relative(acc_s[g][n].x[e], soft[g].base(r)));
+                    acc_s[g][n].x[e] = w;
+                    soft[g].row_sum[r] += w;
+                }
+            }
+        }
+
+        // acc_o += P V
+        XATTN_DEVICE void multiply_pv(Shared pv) {
+            XATTN_UNROLL
+            for (int n = 0; n < kKeyGroups; ++n) {
+                OperandA a[kRowGroups];
+                XATTN_UNROLL
+                for (int g = 0; g < kRowGroups; ++g) a[g] = Arch::template weights<Element>(acc_s[g][n]);
+                XATTN_UNROLL
+                for (int d = 0; d < kDimV / 16; ++d) {
+                    const OperandB b = Arch::template load_values<LayoutV>(pv, n * 16, d * 16);
+                    XATTN_UNROLL
+                    for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_o[g][d], a[g], b);
+                }
+            }
+        }
+
+        // Divides by the row sums, and stores the output and lse. Each warp stages its own rows where its part of Q
+        // was.
+        XATTN_DEVICE void finish(const ForwardParams& p, const Scores<Arch, Config>& scores, const Tile& t,
+                                 const Sequence& seq, s32 row0, Shared so, int warp, int lane) {
+            const int warp_row = warp * 16 * kRowGroups;
+            if (!kKeepQ || kDim != kDimV) Arch::barrier();  // other warps may still read Q, or the panels differ
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) {
+                float inverse[kRows];
+                XATTN_UNROLL
+                for (int r = 0; r < kRows; ++r) {
+                    const s32 row = row0 + warp_row + g * 16 + Arch::row_of(lane, r);
+                    float sum = Arch::row_sum(soft[g].row_sum[r]);
+                    float base = soft[g].base(r);
+                    if (p.sinks)
+                        scores.add_sink(p.sinks[t.head] * kLog2e, base, sum, inverse[r]);
+                    else
+                        inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
+                    if (p.lse && row < seq.seqlen_q && Arch::first_of_row(lane)) {
+                        const s64 at = p.cu_seqlens_q
+                                           ? t.head * p.lse_head_stride + seq.start_q + row
+                                           : t.sequence * p.lse_batch_stride + t.head * p.lse_head_stride + row;
+                        p.lse[at] = sum == 0.0f ? -Arch::infinity() : (base + Arch::log2(sum)) * kLn2;
+                    }
+                }
+                XATTN_UNROLL
+                for (int d = 0; d < kDimV / 16; ++d) {
+                    XATTN_UNROLL
+                    for (int e = 0; e < Arch::kElements; ++e) acc_o[g][d].x[e] *= inverse[Arch::row_slot(e)];
+                    Arch::template store_rows<Element, LayoutO>(so, acc_o[g][d], warp_row + g * 16, d * 16, lane);
+                }
+            }
+            Arch::warp_barrier();
+            u16* out = static_cast<u16*>(p.out.data) + t.head * p.out.head_stride +
+                       (p.cu_seqlens_q ? seq.start_q * p.out.row_stride : t.sequence * p.out.batch_stride);
+            constexpr int per_row = kDimV / 8, total = 16 * kRowGroups * per_row;
+            XATTN_UNROLL
+            for (int n = 0; n < (total + Arch::kWarpSize - 1) / Arch::kWarpSize; ++n) {
+                const int index = n * Arch::kWarpSize + lane;
+                const int row = warp_row + index / per_row, col = index % per_row * 8;
+                if (index < total && row0 + row < seq.seqlen_q && col < p.head_dim_v) {
+                    Arch::store_chunk(out + s64(row0 + row) * p.out.row_stride + col, so, LayoutO::chunk_at(row, col));
+                }
+            }
+        }
+    };
+};
+
+}  // namespace xattn

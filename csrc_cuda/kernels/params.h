@@ -1,0 +1,60 @@
+// The parameter block of the forward kernels: what a launch is told. The host side packs the same fields in the same
+// order (xattn/launch_params.py); kParamsVersion is part of every image's address.
+#pragma once
+
+#include "kernels/platform.h"
+
+namespace xattn {
+
+constexpr int kParamsVersion = 1;
+
+// A tensor of (batch, row, head, head_dim); strides in elements. Packed tensors have no batch stride.
+struct Operand {
+    void* data;
+    s64 batch_stride;
+    s64 row_stride;
+    s64 head_stride;
+};
+
+struct ForwardParams {
+    Operand q, k, v, out;
+    float* lse;  // (batch, heads_q, seqlen_q), or (heads_q, total_q) where q is packed; null: not wanted
+    s64 lse_batch_stride;
+    s64 lse_head_stride;
+
+    const void*
+        mask;  // attn_mask: bool (1 byte) or 16-bit or float elements, by the image; strides 0 where it broadcasts
+    s64 mask_batch_stride;
+    s64 mask_head_stride;
+    s64 mask_row_stride;
+    s64 mask_col_stride;
+
+    const float* alibi;  // slopes (heads_q,) or (batch, heads_q); null: none
+    s64 alibi_batch_stride;
+    const float* sinks;  // (heads_q,); null: none
+
+    const void* cu_seqlens_q;  // (batch + 1,); null: dense
+    const void* cu_seqlens_k;
+    const void* seqused_k;  // (batch,); null: all
+    s32 index64;            // bit 0: cu_seqlens_q, bit 1: cu_seqlens_k, bit 2: seqused_k hold 64-bit numbers
+
+    s32 batch;
+    s32 heads_q;
+    s32 heads_kv;
+    s32 seqlen_q;  // rows of a dense q, otherwise the longest sequence
+    s32 seqlen_k;
+    s64 total_q;  // rows of a packed q and k
+    s64 total_k;
+    s32 head_dim;  // as it is, up to the image's padded one
+    s32 head_dim_v;
+
+    float scale;      // scores times this are in log2: softmax_scale * log2(e), or with softcap softmax_scale / softcap
+    float softcap;    // softcap * log2(e); 0: none
+    s32 causal;       // 1: keys up to the diagonal
+    s32 window_left;  // -1: unbounded
+    s32 window_right;      // -1: unbounded
+    s32 m_blocks;          // tiles along seqlen_q
+    s32 heads_in_section;  // tile order: see scheduler.h
+};
+
+}  // namespace xattn

@@ -1,0 +1,47 @@
+// The base of all device code: names for types and function qualifiers. Vendor macros appear here and in arch/, nowhere
+// else. No standard library, no vendor header: NVRTC, HIPRTC, clang and the host compiler all take it.
+#pragma once
+
+#if defined(XATTN_HOST)
+#define XATTN_DEVICE inline
+#define XATTN_UNROLL
+#else
+#define XATTN_DEVICE __device__ __forceinline__
+#define XATTN_UNROLL _Pragma("unroll")
+#endif
+
+namespace xattn {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using s32 = int;
+using s64 = long long;
+
+// 16-bit floats are moved as bits; an Arch converts them.
+struct fp16 {
+    u16 bits;
+};
+struct bf16 {
+    u16 bits;
+};
+
+// 16 bytes, the unit of copies.
+struct alignas(16) Chunk {
+    u32 word[4];
+};
+
+template <class T>
+XATTN_DEVICE constexpr T min_of(T a, T b) {
+    return a < b ? a : b;
+}
+template <class T>
+XATTN_DEVICE constexpr T max_of(T a, T b) {
+    return a > b ? a : b;
+}
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+}  // namespace xattn

@@ -1,0 +1,30 @@
+// Which tile a thread block works on. Tiles are (row block, head, sequence); heads of all sequences are taken in
+// sections whose keys and values fit the L2 cache together. Within a section row blocks are the outer loop, the longest
+// first where the mask makes them differ.
+#pragma once
+
+#include "kernels/params.h"
+
+namespace xattn {
+
+struct Tile {
+    s32 m_block;
+    s32 head;
+    s32 sequence;
+};
+
+// A launch has fewer than 2^31 tiles (the host splits what has more), so that 32-bit division does.
+XATTN_DEVICE Tile tile_at(const ForwardParams& p, u32 index) {
+    const u32 per_section = u32(p.heads_in_section) * p.m_blocks;
+    const u32 section = index / per_section;
+    const u32 rest = index - section * per_section;
+    const u32 first = section * p.heads_in_section;
+    const u32 width = min_of<u32>(p.heads_in_section, u32(p.batch) * p.heads_q - first);
+    const u32 block = rest / width;
+    const u32 head = first + rest - block * width;
+    const u32 sequence = head / p.heads_q;
+    const bool bounded_right = p.causal || p.window_right >= 0;
+    return {s32(bounded_right ? p.m_blocks - 1 - block : block), s32(head - sequence * p.heads_q), s32(sequence)};
+}
+
+}  // namespace xattn

@@ -1,0 +1,110 @@
+// What happens to a score between the product and the softmax, by logical position: scale, softcap, ALiBi, attn_mask,
+// masks.
+//
+// Without softcap, ALiBi or attn_mask the products stay as they are, and the scale enters the softmax as one
+// multiply-add.
+#pragma once
+
+#include "kernels/params.h"
+#include "kernels/sequence.h"
+
+namespace xattn {
+
+enum class Mask { none, boolean, added16, added32 };
+
+template <class Arch, class Config>
+struct Scores {
+    static constexpr bool kPlain = !Config::softcap && !Config::alibi && Config::attn_mask == Mask::none;
+    static constexpr int kKeyGroups = Config::tile_n / 16;
+    using Accumulator = typename Arch::Accumulator;
+
+    const ForwardParams& p;
+    Visible visible;
+    float slope;
+    const u8* mask_row;  // attn_mask at (sequence, head, 0, 0)
+    s32 row0;            // the warp's first row
+    int lane;
+
+    XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence, s32 head, s32 first_row, int lane_)
+        : p(params), visible(v), slope(0.0f), mask_row(nullptr), row0(first_row), lane(lane_) {
+        if (Config::alibi) slope = p.alibi[sequence * p.alibi_batch_stride + head] * kLog2e;
+        if (Config::attn_mask != Mask::none) {
+            mask_row = static_cast<const u8*>(p.mask) +
+                       (sequence * p.mask_batch_stride + head * p.mask_head_stride) * kMaskBytes;
+        }
+    }
+
+    // Products to scores in log2 units, where they are not plain.
+    XATTN_DEVICE void modify(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
+        if (kPlain) return;
+        XATTN_UNROLL
+        for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
+        for (int e = 0; e < Arch::kElements; ++e) {
+            const s32 row = row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)),
+                      key = key0 + n * 16 + Arch::col_of(lane, e);
+            float x = s[n].x[e] * p.scale;
+            if (Config::softcap) x = p.softcap * Arch::tanh(x);
+            if (Config::alibi) {
+                const s32 distance = row + visible.shift - key;
+                x -= slope * float(distance < 0 ? -distance : distance);
+            }
+            if (Config::attn_mask != Mask::none && row < row_end() && key < visible.seqlen_k)
+                x = attn_mask(x, row, key);
+            s[n].x[e] = x;
+        }
+    }
+
+    // Scores of keys that a row does not see become -infinity.
+    XATTN_DEVICE void mask(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
+        s32 first[Arch::kRowsPerLane], last[Arch::kRowsPerLane];
+        const s32 from = Arch::fresh(row0);
+        XATTN_UNROLL
+        for (int r = 0; r < Arch::kRowsPerLane; ++r) {
+            const s32 row = from + group * 16 + Arch::row_of(lane, r);
+            first[r] = visible.first(row) - key0, last[r] = visible.last(row) - key0;
+        }
+        XATTN_UNROLL
+        for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
+        for (int e = 0; e < Arch::kElements; ++e) {
+            const int r = Arch::row_slot(e), key = n * 16 + Arch::col_of(lane, e);
+            if (key < first[r] || key > last[r]) s[n].x[e] = -Arch::infinity();
+        }
+    }
+
+    // The largest products of rows, in the units of the softmax.
+    XATTN_DEVICE void to_log2(float (&largest)[Arch::kRowsPerLane]) const {
+        if (!kPlain) return;
+        XATTN_UNROLL
+        for (int r = 0; r < Arch::kRowsPerLane; ++r) largest[r] *= p.scale;
+    }
+
+    // log2 of a weight relative to its row's reference.
+    XATTN_DEVICE float relative(float s, float base) const { return kPlain ? Arch::fma(s, p.scale, -base) : s - base; }
+
+    // One more key with logit `sink` (log2) and value 0: changes the base, the sum and the output's factor.
+    XATTN_DEVICE static void add_sink(float sink, float& base, float& sum, float& inverse) {
+        const float top = sum == 0.0f ? sink : max_of(base, sink);
+        const float scale = sum == 0.0f ? 0.0f : Arch::exp2(base - top);
+        sum = sum * scale + Arch::exp2(sink - top);
+        inverse = scale / sum;
+        base = top;
+    }
+
+  private:
+    static constexpr int kMaskBytes = Config::attn_mask == Mask::boolean   ? 1
+                                      : Config::attn_mask == Mask::added16 ? 2
+                                                                           : 4;
+
+    XATTN_DEVICE s32 row_end() const { return visible.seqlen_k - visible.shift; }  // seqlen_q
+
+    XATTN_DEVICE float attn_mask(float x, s32 row, s32 key) const {
+        const u8* at = mask_row + (row * p.mask_row_stride + key * p.mask_col_stride) * kMaskBytes;
+        if (Config::attn_mask == Mask::boolean) return *at ? x : -Arch::infinity();
+        if (Config::attn_mask == Mask::added16) {
+            return x + Arch::template to_float<typename Config::Element>(*reinterpret_cast<const u16*>(at)) * kLog2e;
+        }
+        return x + *reinterpret_cast<const float*>(at) * kLog2e;
+    }
+};
+
+}  // namespace xattn

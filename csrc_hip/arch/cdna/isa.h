@@ -1,0 +1,93 @@
+// The instructions of gfx90a, gfx942 and gfx950 that kernels use, one function each, over clang's builtins.
+#pragma once
+
+#include "kernels/platform.h"
+
+namespace xattn {
+
+struct IsaCdna {
+    static constexpr int kWave = 64;
+
+    XATTN_DEVICE static int thread_index() { return int(__builtin_amdgcn_workitem_id_x()); }
+    XATTN_DEVICE static u32 block_index() { return __builtin_amdgcn_workgroup_id_x(); }
+    XATTN_DEVICE static void barrier() {
+        __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+        __builtin_amdgcn_s_barrier();
+        __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+    }
+    XATTN_DEVICE static void warp_barrier() {
+        __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
+        __builtin_amdgcn_wave_barrier();
+        __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
+    }
+    XATTN_DEVICE static bool any(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+    XATTN_DEVICE static float shuffle_xor(float x, int mask) {
+        const int lane = __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0));
+        return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute((lane ^ mask) << 2, __builtin_bit_cast(int, x)));
+    }
+    XATTN_DEVICE static s32 fresh(s32 x) {
+        asm volatile("" : "+v"(x));
+        return x;
+    }
+
+    XATTN_DEVICE static float infinity() { return __builtin_inff(); }
+    XATTN_DEVICE static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+    XATTN_DEVICE static float divide(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
+    XATTN_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+    XATTN_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
+    XATTN_DEVICE static u32 pack(fp16, float low, float high) {
+        typedef _Float16 half2 __attribute__((ext_vector_type(2)));
+        return __builtin_bit_cast(u32, half2{_Float16(low), _Float16(high)});
+    }
+    XATTN_DEVICE static u32 pack(bf16, float low, float high) { return rounded(low) | rounded(high) << 16; }
+    XATTN_DEVICE static float widen(bf16 x) { return __builtin_bit_cast(float, u32(x.bits) << 16); }
+    XATTN_DEVICE static float widen(fp16 x) { return float(__builtin_bit_cast(_Float16, x.bits)); }
+
+    // ---- LDS: addresses are 32-bit
+    XATTN_DEVICE static void store_shared(u32 at, const Chunk& c) { *local<Chunk>(at) = c; }
+    XATTN_DEVICE static void store_shared(u32 at, u32 x) { *local<u32>(at) = x; }
+    XATTN_DEVICE static void load_shared(u32 (&x)[2], u32 at) {
+        const u64 both = *local<u64>(at);
+        x[0] = u32(both), x[1] = u32(both >> 32);
+    }
+    XATTN_DEVICE static u32 load_shared16(u32 at) { return *local<u16>(at); }
+    XATTN_DEVICE static Chunk load_shared_chunk(u32 at) { return *local<Chunk>(at); }
+
+    // ---- matrices: d += A B, four 16-bit elements of A and of B a lane
+    XATTN_DEVICE static void mfma_16x16x16(fp16, float* d, const u32* a, const u32* b) {
+        typedef _Float16 half4 __attribute__((ext_vector_type(4)));
+        accumulate(d, __builtin_amdgcn_mfma_f32_16x16x16f16(four<half4>(a), four<half4>(b),
+                                                            float4{d[0], d[1], d[2], d[3]}, 0, 0, 0));
+    }
+    XATTN_DEVICE static void mfma_16x16x16(bf16, float* d, const u32* a, const u32* b) {
+        typedef short short4 __attribute__((ext_vector_type(4)));
+        accumulate(d, __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(four<short4>(a), four<short4>(b),
+                                                                float4{d[0], d[1], d[2], d[3]}, 0, 0, 0));
+    }
+
+  private:
+    typedef float float4 __attribute__((ext_vector_type(4)));
+    template <class T>
+    using Local = __attribute__((address_space(3))) T;
+
+    template <class T>
+    XATTN_DEVICE static Local<T>* local(u32 at) {
+        return (Local<T>*)at;
+    }
+    template <class T>
+    XATTN_DEVICE static T four(const u32* x) {
+        struct {
+            u32 word[2];
+        } both = {{x[0], x[1]}};
+        return __builtin_bit_cast(T, both);
+    }
+    XATTN_DEVICE static void accumulate(float* d, float4 x) { d[0] = x[0], d[1] = x[1], d[2] = x[2], d[3] = x[3]; }
+
+    // bf16 to nearest even; NaN stays NaN.
+    XATTN_DEVICE static u32 rounded(float x) {
+        const u32 b = __builtin_bit_cast(u32, x);
+        return x != x ? b >> 16 | 0x40 : (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    }
+};
+
+}  // namespace xattn

@@ -1,0 +1,216 @@
+"""Kernel images: compiled code objects, addressed by what they are made from, and the store that finds them.
+
+An image is looked for in the wheel, then in the user's cache directory; what is in neither is compiled (jit.py) and put
+into the cache. Files appear by an atomic rename and carry a checksum, so that any number of processes may start at once
+and a file cut short is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from . import settings
+
+log = logging.getLogger("xattn")
+
+PARAMS_VERSION = 1  # kParamsVersion of csrc_cuda/kernels/params.h
+_MAGIC = b"XATTN-IMAGE-1\n"
+_SUFFIX = ".image"
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+CONFIG_HEADER = "config.h"
+
+ConfigValue = int | bool | str
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """What an image is made from. ``entry``: the source file, relative to a source root; ``config``: fields of its
+    Config struct, by name.
+
+    Values: numbers and booleans become constants, the field "element" a type (fp16, bf16), other strings enumerators of
+        ``attn_mask``.
+    """
+
+    entry: str
+    config: tuple[tuple[str, ConfigValue], ...]
+    arch: str  # "sm_80", "sm_90a", "compute_80" (PTX), "gfx942", "host"
+
+    def header(self) -> str:
+        """The text of config.h."""
+        lines = []
+        for name, value in self.config:
+            if name == "element":
+                lines.append(f"    using Element = {value};")
+            elif isinstance(value, bool):
+                lines.append(f"    static constexpr bool {name} = {str(value).lower()};")
+            elif isinstance(value, int):
+                lines.append(f"    static constexpr int {name} = {value};")
+            else:
+                lines.append(f"    static constexpr Mask {name} = Mask::{value};")
+        return "#pragma once\nnamespace xattn {\nstruct Config {\n" + "\n".join(lines) + "\n};\n}  // namespace xattn\n"
+
+    def key(self) -> str:
+        """The address: a hash of the sources that the entry includes, the configuration, the architecture and the
+        parameter block's version."""
+        parts = [
+            str(PARAMS_VERSION),
+            self.arch,
+            self.header(),
+            *(f"{n}\n{text}" for n, text in sources(self.entry).items()),
+        ]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+    def name(self) -> str:
+        """For people: entry and configuration in one line."""
+        values = ", ".join(f"{n}={v}" for n, v in self.config)
+        return f"{self.entry} [{values}] for {self.arch}"
+
+
+@dataclass(frozen=True)
+class Image:
+    """A compiled image. ``kind``: "cubin", "ptx", "hsaco" or "host"; ``compiler`` and ``log`` serve messages, not the
+    address."""
+
+    key: str
+    arch: str
+    kind: str
+    name: str
+    compiler: str
+    code: bytes = field(repr=False)
+    log: str = field(default="", repr=False)
+    path: str = ""
+
+
+class ImageError(RuntimeError):
+    """A file that should hold an image does not."""
+
+
+# ---------------------------------------------------------------- sources
+def source_roots() -> list[Path]:
+    """Where kernel sources lie: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = [package / "csrc_cuda", package / "csrc_hip"]
+    beside = [package.parent / "csrc_cuda", package.parent / "csrc_hip"]
+    return [p for p in (*inside, *beside) if p.is_dir()]
+
+
+@lru_cache(maxsize=64)
+def sources(entry: str) -> Mapping[str, str]:
+    """Name and text of the entry and of all headers it includes, in the order of their names. config.h is left out."""
+    found: dict[str, str] = {}
+    waiting = [entry]
+    while waiting:
+        name = waiting.pop()
+        if name in found or name == CONFIG_HEADER:
+            continue
+        found[name] = _read(name)
+        waiting += _INCLUDE.findall(found[name])
+    return dict(sorted(found.items()))
+
+
+def _read(name: str) -> str:
+    for root in source_roots():
+        if (root / name).is_file():
+            return (root / name).read_text()
+    raise FileNotFoundError(
+        f"kernel source {name} is not in {', '.join(map(str, source_roots())) or 'any source folder'}"
+    )
+
+
+# ---------------------------------------------------------------- files
+def encode(image: Image) -> bytes:
+    """The bytes of an image's file: magic, one line of JSON, the code."""
+    about = {k: v for k, v in asdict(image).items() if k not in ("code", "path")}
+    about |= {"size": len(image.code), "sha256": hashlib.sha256(image.code).hexdigest()}
+    return _MAGIC + json.dumps(about).encode() + b"\n" + image.code
+
+
+def decode(data: bytes, path: str = "") -> Image:
+    """The image in a file's bytes; ImageError where they are cut short, changed, or something else."""
+    if not data.startswith(_MAGIC):
+        raise ImageError(f"{path}: not an image of this version")
+    line, separator, code = data[len(_MAGIC) :].partition(b"\n")
+    try:
+        about = json.loads(line)
+        size, digest = about.pop("size"), about.pop("sha256")
+        image = Image(code=code, path=path, **about)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ImageError(f"{path}: its description cannot be read ({error})") from error
+    if not separator or len(code) != size or hashlib.sha256(code).hexdigest() != digest:
+        raise ImageError(f"{path}: {len(code)} of {size} bytes, or changed")
+    return image
+
+
+class Store:
+    """Images by key: folders that are only read (the wheel's), and one that is written to (the user's cache)."""
+
+    def __init__(self, shipped: tuple[Path, ...] | None = None, cache: Path | None = None):
+        self.shipped = (Path(__file__).parent / "images",) if shipped is None else shipped
+        self.cache = settings.cache_dir() / "images" if cache is None else cache
+
+    def find(self, spec: ImageSpec) -> Image | None:
+        """The image of ``spec``, or None. A broken file in the cache is removed; one in the wheel is reported and
+        passed over."""
+        key = spec.key()
+        for folder in (*self.shipped, self.cache):
+            path = folder / spec.arch / f"{key}{_SUFFIX}"
+            try:
+                data = path.read_bytes()
+            except OSError:
+                continue
+            try:
+                image = decode(data, str(path))
+                if (image.key, image.arch) != (key, spec.arch):
+                    raise ImageError(f"{path}: holds {image.name} for {image.arch}")
+                return image
+            except ImageError as error:
+                log.warning("image passed over: %s", error)
+                if folder == self.cache:
+                    path.unlink(missing_ok=True)
+        return None
+
+    def put(self, image: Image) -> Path | None:
+        """Writes an image into the cache; None, and a warning, where that cannot be done (the caller has the image all
+        the same)."""
+        try:
+            return publish(image, self.cache)
+        except OSError as error:
+            log.warning("image not kept: %s (%s); it is compiled again next time", image.name, error)
+            return None
+
+    def __iter__(self) -> Iterator[Image]:
+        """All readable images, those of the wheel first."""
+        for folder in (*self.shipped, self.cache):
+            for path in sorted(folder.glob(f"*/*{_SUFFIX}")):
+                try:
+                    yield decode(path.read_bytes(), str(path))
+                except (OSError, ImageError) as error:
+                    log.warning("image passed over: %s", error)
+
+
+def publish(image: Image, folder: Path) -> Path:
+    """Writes an image's file under ``folder``/arch: the whole of it appears at once, or nothing. The folder holds code:
+    mode 0700."""
+    target = folder / image.arch / f"{image.key}{_SUFFIX}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target.parent.mkdir(exist_ok=True, mode=0o700)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(encode(image))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target

@@ -1,0 +1,265 @@
+"""Compilers of kernel images, behind one protocol: NVRTC, HIPRTC, clang for AMD without ROCm, and the host's C++
+compiler for tests."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import settings
+from .errors import UnsupportedError
+from .images import CONFIG_HEADER, Image, ImageSpec, Store, sources
+
+log = logging.getLogger("xattn")
+
+
+class CompileError(RuntimeError):
+    """A compiler refused an image: a fault of this package or of the compiler, with its log."""
+
+
+class Compiler(Protocol):
+    """Makes code from (sources, config.h, architecture)."""
+
+    name: str
+
+    def missing(self) -> str:
+        """What is not there to run it, in words; "" where it can run."""
+
+    def serves(self, arch: str) -> bool: ...
+
+    def version(self) -> str: ...
+
+    def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
+        """(code, its kind, the compiler's log). Raises CompileError."""
+
+
+class Nvrtc:
+    """NVIDIA's run-time compiler, through cuda-python's bindings; its Python wheel suffices."""
+
+    name = "nvrtc"
+
+    def missing(self) -> str:
+        if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+            return "cuda-python is not installed: pip install 'xattn[cuda13]' or 'xattn[cuda12]', as your torch is"
+        try:
+            self.version()
+        except Exception as error:  # the bindings are there and the library is not
+            return f"NVRTC cannot be loaded ({error}): pip install 'xattn[cuda13]' or 'xattn[cuda12]', as your torch is"
+        return ""
+
+    def serves(self, arch: str) -> bool:
+        return arch.startswith(("sm_", "compute_"))
+
+    @lru_cache(maxsize=1)  # noqa: B019 - one instance for the process
+    def version(self) -> str:
+        from cuda.bindings import nvrtc
+
+        major, minor = self._check(nvrtc.nvrtcVersion())
+        return f"nvrtc {major}.{minor}"
+
+    def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
+        from cuda.bindings import nvrtc
+
+        texts = {**sources(spec.entry), CONFIG_HEADER: spec.header()}
+        main = texts.pop(spec.entry)
+        names = [n.encode() for n in texts]
+        bodies = [t.encode() for t in texts.values()]
+        (program,) = self._check(
+            nvrtc.nvrtcCreateProgram(main.encode(), spec.entry.encode(), len(names), bodies, names)
+        )
+        # 128: a loop that a constant condition leaves out
+        flags = [f"--gpu-architecture={spec.arch}", "--std=c++17", "--ptxas-options=-v", "-diag-suppress=128"]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
+        text = self._get(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0 ").decode()
+        try:
+            if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+                raise CompileError(f"{self.version()} refused {spec.name()}:\n{text}")
+            if spec.arch.startswith("compute_"):
+                return self._get(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program), "ptx", text
+            return self._get(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), "cubin", text
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+    def _get(self, size_of: Any, get: Any, program: Any) -> bytes:
+        (size,) = self._check(size_of(program))
+        buffer = bytes(size)
+        self._check(get(program, buffer))
+        return buffer
+
+    @staticmethod
+    def _check(result: tuple) -> tuple:
+        if int(result[0]) != 0:
+            raise RuntimeError(f"NVRTC: {result[0]!s}")
+        return result[1:]
+
+
+class Hiprtc:
+    """AMD's run-time compiler, through hip-python."""
+
+    name = "hiprtc"
+
+    def missing(self) -> str:
+        if find_spec("hip") is None:
+            return "hip-python is not installed: pip install 'xattn[rocm]'"
+        try:
+            self.version()
+        except Exception as error:
+            return f"HIPRTC cannot be loaded ({error})"
+        return ""
+
+    def serves(self, arch: str) -> bool:
+        return arch.startswith("gfx")
+
+    @lru_cache(maxsize=1)  # noqa: B019 - one instance for the process
+    def version(self) -> str:
+        from hip import hiprtc
+
+        _, major, minor = hiprtc.hiprtcVersion()
+        return f"hiprtc {major}.{minor}"
+
+    def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
+        from hip import hiprtc
+
+        texts = {**sources(spec.entry), CONFIG_HEADER: spec.header()}
+        main = texts.pop(spec.entry)
+        names, bodies = [n.encode() for n in texts], [t.encode() for t in texts.values()]
+        status, program = hiprtc.hiprtcCreateProgram(main.encode(), spec.entry.encode(), len(names), bodies, names)
+        flags = [f"--offload-arch={spec.arch}".encode(), b"-std=c++17", b"-O3"]
+        (status,) = hiprtc.hiprtcCompileProgram(program, len(flags), flags)
+        _, size = hiprtc.hiprtcGetProgramLogSize(program)
+        text = bytearray(size)
+        hiprtc.hiprtcGetProgramLog(program, text)
+        if status != hiprtc.hiprtcResult.HIPRTC_SUCCESS:
+            raise CompileError(f"{self.version()} refused {spec.name()}:\n{text.decode()}")
+        _, size = hiprtc.hiprtcGetCodeSize(program)
+        code = bytearray(size)
+        hiprtc.hiprtcGetCode(program, code)
+        hiprtc.hiprtcDestroyProgram(program.createRef())
+        return bytes(code), "hsaco", text.decode()
+
+
+class _OnDisk:
+    """A compiler that is a program: sources and config.h are laid into a temporary folder."""
+
+    name = ""
+    candidates: Sequence[str] = ()
+
+    def program(self) -> str | None:
+        return next((found for c in self.candidates if (found := shutil.which(c))), None)
+
+    def missing(self) -> str:
+        return "" if self.program() else f"none of {', '.join(self.candidates)} is on the PATH"
+
+    @lru_cache(maxsize=1)  # noqa: B019 - one instance for the process
+    def version(self) -> str:
+        program = self.program()
+        assert program is not None
+        return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+    def run(self, spec: ImageSpec, flags: Sequence[str], kind: str) -> tuple[bytes, str, str]:
+        program = self.program()
+        assert program is not None
+        with tempfile.TemporaryDirectory(prefix="xattn-") as folder:
+            for name, text in {**sources(spec.entry), CONFIG_HEADER: spec.header()}.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            target = Path(folder, "image")
+            command = [program, *flags, f"-I{folder}", "-o", str(target), str(Path(folder, spec.entry))]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise CompileError(f"{self.version()} refused {spec.name()}:\n{done.stderr}")
+            return target.read_bytes(), kind, done.stderr
+
+
+class Clang(_OnDisk):
+    """Plain clang for AMD: neither ROCm nor its headers are needed."""
+
+    name = "clang"
+    candidates = ("clang++-23", "clang++-22", "amdclang++", "clang++")
+
+    def serves(self, arch: str) -> bool:
+        return arch.startswith("gfx")
+
+    def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
+        flags = [
+            "-x",
+            "hip",
+            f"--offload-arch={spec.arch}",
+            "--cuda-device-only",
+            "--no-gpu-bundle-output",
+            "-nogpuinc",
+        ]
+        flags += ["-nogpulib", "-fdeclspec", "-O3", "-std=c++17", "-munsafe-fp-atomics", "-c"]
+        return self.run(spec, flags, "hsaco")
+
+
+class HostCompiler(_OnDisk):
+    """The machine's C++ compiler, for kernels that tests run on the CPU."""
+
+    name = "host"
+    candidates = (*settings.host_compilers(), "g++", "clang++", "c++")
+
+    def serves(self, arch: str) -> bool:
+        return arch.startswith("host")
+
+    def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
+        return self.run(spec, ["-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-DXATTN_HOST"], "host")
+
+
+COMPILERS: tuple[Compiler, ...] = (Nvrtc(), Hiprtc(), Clang(), HostCompiler())
+
+_locks: dict[str, threading.Lock] = {}
+_guard = threading.Lock()
+
+
+def compiler_for(arch: str) -> Compiler:
+    """The first compiler that serves ``arch`` and is there; UnsupportedError says what each lacks."""
+    reasons = []
+    for compiler in COMPILERS:
+        if compiler.serves(arch):
+            missing = compiler.missing()
+            if not missing:
+                return compiler
+            reasons.append(f"{compiler.name}: {missing}")
+    raise UnsupportedError(f"no compiler for {arch}: " + ("; ".join(reasons) or "no compiler knows this architecture"))
+
+
+def build(spec: ImageSpec) -> Image:
+    """Compiles an image, whether or not it is in a store."""
+    compiler = compiler_for(spec.arch)
+    start = time.perf_counter()
+    code, kind, text = compiler.compile(spec)
+    log.info("compiled %s with %s in %.2f s", spec.name(), compiler.version(), time.perf_counter() - start)
+    return Image(spec.key(), spec.arch, kind, spec.name(), compiler.version(), code, text)
+
+
+def get(spec: ImageSpec, store: Store | None = None) -> Image:
+    """The image of ``spec``: from the store, else compiled and kept. Threads that want the same one compile it once."""
+    store = store or Store()
+    with _guard:
+        lock = _locks.setdefault(spec.key(), threading.Lock())
+    with lock:
+        image = store.find(spec)
+        if image is None:
+            image = build(spec)
+            store.put(image)
+        return image
+
+
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def spilled_bytes(image: Image) -> int:
+    """Bytes that ptxas spilled, as its log says."""
+    return sum(int(stores) + int(loads) for _, stores, loads in _SPILLS.findall(image.log))

@@ -1,0 +1,63 @@
+"""The parameter block of the forward kernels as the host packs it: the fields of csrc_cuda/kernels/params.h, in their
+order."""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+_S32, _S64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class Operand(ctypes.Structure):
+    """A tensor of (batch, row, head, head_dim), or packed (row, head, head_dim): address, and strides in elements."""
+
+    _fields_ = (("data", _PTR), ("batch_stride", _S64), ("row_stride", _S64), ("head_stride", _S64))
+
+    @classmethod
+    def of(cls, t: Tensor) -> Operand:
+        batch, row, head = (0, *t.stride()[:2]) if t.dim() == 3 else t.stride()[:3]
+        return cls(t.data_ptr(), batch, row, head)
+
+
+class ForwardParams(ctypes.Structure):
+    """See csrc_cuda/kernels/params.h for the meaning of each field."""
+
+    _fields_ = (
+        ("q", Operand),
+        ("k", Operand),
+        ("v", Operand),
+        ("out", Operand),
+        ("lse", _PTR),
+        ("lse_batch_stride", _S64),
+        ("lse_head_stride", _S64),
+        ("mask", _PTR),
+        ("mask_batch_stride", _S64),
+        ("mask_head_stride", _S64),
+        ("mask_row_stride", _S64),
+        ("mask_col_stride", _S64),
+        ("alibi", _PTR),
+        ("alibi_batch_stride", _S64),
+        ("sinks", _PTR),
+        ("cu_seqlens_q", _PTR),
+        ("cu_seqlens_k", _PTR),
+        ("seqused_k", _PTR),
+        ("index64", _S32),
+        ("batch", _S32),
+        ("heads_q", _S32),
+        ("heads_kv", _S32),
+        ("seqlen_q", _S32),
+        ("seqlen_k", _S32),
+        ("total_q", _S64),
+        ("total_k", _S64),
+        ("head_dim", _S32),
+        ("head_dim_v", _S32),
+        ("scale", _F32),
+        ("softcap", _F32),
+        ("causal", _S32),
+        ("window_left", _S32),
+        ("window_right", _S32),
+        ("m_blocks", _S32),
+        ("heads_in_section", _S32),
+    )
