@@ -20,6 +20,7 @@ from .device import Device
 from .dispatch import Plan
 from .errors import DeviceValueError, FallbackWarning, OutOfPagesError, UnsupportedError
 from .fusion import Epilogue, epilogues
+from .paged import PagedKVCache
 from .rotary import Rotary
 
 try:
@@ -34,6 +35,7 @@ __all__ = [
     "Epilogue",
     "FallbackWarning",
     "OutOfPagesError",
+    "PagedKVCache",
     "Plan",
     "Refusal",
     "Rotary",

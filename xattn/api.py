@@ -1,25 +1,22 @@
-"""The public functions. Each normalises its Python arguments and calls one op; meaning and errors are those of the
-ops."""
+"""The public functions. calls.py turns their arguments into those of one op; meaning and errors are the op's."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, ops, paging, rng, segments, status, validate
+from . import calls, dispatch, segments, status, validate
 from .capability import Capability, Refusal
 from .device import Device, detect, from_arch
 from .device import default as default_device
 from .device import of as device_of
-from .errors import UnsupportedError
 from .fusion import Epilogue
-from .inputs import Inputs, Mod
 from .problem import FEATURES, GRADS, Problem, SizeBucket
 from .rotary import Rotary
 
@@ -90,10 +87,7 @@ def attention(
         TypeError, ValueError: an argument is not what is allowed; nothing was launched or written.
         UnsupportedError: no backend, or not the one named, answers; the refusals are listed.
     """
-    common = dict(locals())
-    for name in ("q", "k", "v"):
-        del common[name]
-    return _call("attention", (q, k, v), common)
+    return calls.run(calls.normalise("attention", dict(locals())))
 
 
 def attention_varlen(
@@ -143,13 +137,7 @@ def attention_varlen(
         As ``attention``; DeviceValueError (on the CPU at once, on a GPU from ``check_errors``) for offsets that
         decrease or leave the tensor and for a max_seqlen that is too small.
     """
-    common = dict(locals())
-    for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
-        del common[name]
-    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        validate.tensor(name, t, optional=False)
-    longest = [validate.count(n, c) for n, c in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
-    return _call("varlen", (q, k, v, cu_seqlens_q, cu_seqlens_k, *longest), common)
+    return calls.run(calls.normalise("varlen", dict(locals())))
 
 
 def attention_paged(
@@ -218,54 +206,7 @@ def attention_paged(
         As ``attention_varlen``; also DeviceValueError for a page id or length out of range, and for new tokens without
         room: on the CPU before anything is written, on a GPU those are not written and ``check_errors`` raises.
     """
-    common = dict(locals())
-    for name in ("q", "k_cache", "v_cache", "page_table", "seqlens_k", "k_new", "v_new", "cu_seqlens_new", "rotary"):
-        del common[name]
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "page_table": page_table, "seqlens_k": seqlens_k}
-    for name, t in given.items():
-        validate.tensor(name, t, optional=False)
-    optional = {"cu_seqlens_q": cu_seqlens_q, "k_new": k_new, "v_new": v_new, "cu_seqlens_new": cu_seqlens_new}
-    for name, value in optional.items():
-        validate.tensor(name, value)
-    for name in ("max_seqlen_q", "max_seqlen_k", "num_splits"):
-        if common[name] is not None:
-            common[name] = validate.count(name, common[name], 1 if name == "num_splits" else 0)
-    if rotary is not None and not isinstance(rotary, Rotary):
-        validate.fail("rotary", type(rotary).__name__, "an xattn.Rotary or None", TypeError)
-    if k_new is None and (v_new is not None or cu_seqlens_new is not None):
-        validate.fail("k_new", None, "a tensor, where v_new or cu_seqlens_new is given")
-    if k_new is None and rotary is None:
-        return _call("paged", (q, k_cache, v_cache, page_table, seqlens_k), common)
-
-    # Everything is checked before the cache is touched: the attention as if the tokens were there, then the tokens.
-    common |= {name: validate.scale(name, common[name], q) for name in ("k_scale", "v_scale")}
-    scales = (common["k_scale"], common["v_scale"])
-    lengths: Tensor = seqlens_k
-    if k_new is not None:
-        validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, *scales)
-        lengths = seqlens_k + (k_new.shape[1] if cu_seqlens_new is None else cu_seqlens_new[1:] - cu_seqlens_new[:-1])
-    check = _prepare("paged", (q, k_cache, v_cache, page_table, lengths), common)
-    validate.call(ops.record("paged", *check), _asked(ops.record("paged", *check)))
-    if k_new is not None:
-        cos, sin, interleaved = (None, None, False) if rotary is None else (rotary.cos, rotary.sin, rotary.interleaved)
-        torch.ops.xattn.append_paged(
-            k_cache,
-            v_cache,
-            page_table,
-            seqlens_k,
-            k_new,
-            v_new,
-            cu_seqlens_new=cu_seqlens_new,
-            kv_layout=kv_layout,
-            k_scale=scales[0],
-            v_scale=scales[1],
-            rotary_cos=cos,
-            rotary_sin=sin,
-            rotary_interleaved=interleaved,
-        )
-    if rotary is not None:
-        q = rotary.apply(q, _query_positions(q, lengths, cu_seqlens_q))
-    return _call("paged", (q, k_cache, v_cache, page_table, lengths), common)
+    return calls.run(calls.normalise("paged", dict(locals())))
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -280,40 +221,25 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
         (out, lse) of the same shapes and dtypes. out = sum_n out_n exp(lse_n - lse) with lse = log sum_n exp(lse_n);
         where every part is empty, out 0 and lse -inf. Both are differentiable.
     """
-    outs, lses = list(outs), list(lses)
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if isinstance(parts, Tensor) or not isinstance(parts, Sequence):
+            validate.fail(name, type(parts).__name__, "a list or tuple of tensors", TypeError)
     if not outs or len(outs) != len(lses):
-        validate.fail(
-            "outs, lses", f"{len(outs)} and {len(lses)} tensors", "as many of one as of the other, at least one"
-        )
+        got = f"{len(outs)} and {len(lses)} tensors"
+        validate.fail("outs, lses", got, "as many of one as of the other, at least one")
     for name, parts in (("outs", outs), ("lses", lses)):
         for t in parts:
             validate.tensor(name, t, optional=False)
-            if (
-                t.shape != parts[0].shape
-                or t.device != outs[0].device
-                or t.dtype != parts[0].dtype
-                or not t.is_floating_point()
-            ):
-                got = f"shape {tuple(t.shape)}, {t.dtype}, {t.device}"
-                validate.fail(
-                    name, got, f"shape {tuple(parts[0].shape)}, {parts[0].dtype}, {outs[0].device}: floats, alike"
-                )
+            validate.alike(name, t, parts[0], outs[0].device)
     out, lse = outs[0], lses[0]
-    shape = (
-        (out.shape[1], out.shape[0])
-        if out.dim() == 3
-        else (out.shape[0], out.shape[2], out.shape[1])
-        if out.dim() == 4
-        else None
-    )
-    if shape is None or tuple(lse.shape) != shape:
-        validate.fail(
-            "lses",
-            f"shape {tuple(lse.shape)} for outs of {tuple(out.shape)}",
-            "(batch, heads_q, seqlen_q), or (heads_q, total_q) for packed outs",
-        )
+    if lse.dtype not in (torch.float32, torch.float64):
+        validate.fail("lses", lse.dtype, "torch.float32", TypeError)
+    dims = {3: (1, 0), 4: (0, 2, 1)}.get(out.dim(), ())
+    if not dims or tuple(lse.shape) != tuple(out.shape[n] for n in dims):
+        got = f"shape {tuple(lse.shape)} for outs of {tuple(out.shape)}"
+        validate.fail("lses", got, "(batch, heads_q, seqlen_q), or (heads_q, total_q) for packed outs")
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-    stacked = torch.stack(lses).to(dtype)
+    stacked = torch.stack(list(lses)).to(dtype)
     top = stacked.detach().amax(0)
     top = torch.where(top == float("-inf"), 0, top)
     weights = torch.exp(stacked - top)
@@ -323,7 +249,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     merged = torch.where(empty, float("-inf"), torch.log(safe) + top)
     weights = (weights / safe).transpose(-1, -2)[..., None]
     # A part without weight counts as 0 whatever it holds: its out may be anything where its lse is -inf.
-    values = torch.where(weights == 0, 0, torch.stack(outs).to(dtype))
+    values = torch.where(weights == 0, 0, torch.stack(list(outs)).to(dtype))
     return (values * weights).sum(0).to(out.dtype), merged.to(lse.dtype)
 
 
@@ -343,12 +269,11 @@ def explain(*args: Any, kind: str = "attention", device: Any = None, **kwargs: A
     }
     if kind not in functions:
         validate.fail("kind", repr(kind), ", ".join(functions))
-    inputs, backend = _describe(functions[kind], kind, args, kwargs)
-    if device is None:
-        target = device_of(inputs.q.device)
-    else:
-        target = _device(device)
-    return dispatch.plan(inputs.problem(_asked(inputs)), inputs.size_bucket(), target, backend=backend)
+    bound = inspect.signature(functions[kind]).bind(*args, **kwargs)
+    bound.apply_defaults()
+    inputs = calls.describe(kind, dict(bound.arguments))
+    target = device_of(inputs.q.device) if device is None else _device(device)
+    return dispatch.plan(inputs.problem(calls.asked(inputs)), inputs.size_bucket(), target, backend=inputs.backend)
 
 
 def supported(*args: Any, kind: str = "attention", device: Any = None, **kwargs: Any) -> bool:
@@ -410,9 +335,7 @@ def capabilities(device: Any = None) -> Capabilities:
     target = default_device() if device is None else _device(device)
     able, refused = [], []
     for backend in dispatch.REGISTRY:
-        fits = [
-            c for c in backend.capabilities() if target.vendor in c.vendors and (not c.archs or target.arch in c.archs)
-        ]
+        fits = [c for c in backend.capabilities() if c.is_for(target)]
         if fits:
             able.append((backend.name, fits[0]))
         else:
@@ -432,138 +355,3 @@ def _device(device: Any) -> Device:
     return validate.fail(
         "device", type(device).__name__, "a torch.device, an architecture by name, an xattn Device, or None", TypeError
     )
-
-
-# ---------------------------------------------------------------- from Python arguments to ops
-def _call(kind: str, args: tuple, common: dict[str, Any]) -> Any:
-    out = common["out"]
-    positional, kwargs = _prepare(kind, args, common)
-    if out is not None:
-        _check_out(ops.record(kind, positional, kwargs), out)
-    if not torch.compiler.is_compiling() and autograd.transforms_active():
-        inputs = ops.record(kind, positional, kwargs)
-        asked = [t is not None and t.is_floating_point() and t.dtype.itemsize > 1 for _, t in inputs.differentiable()]
-        result, lse = autograd.Attention.apply(
-            inputs.without_tensors(), asked if kind != "paged" else None, *inputs.flat()
-        )
-    else:
-        op = {
-            "attention": torch.ops.xattn.attention,
-            "varlen": torch.ops.xattn.attention_varlen,
-            "paged": torch.ops.xattn.attention_paged,
-        }[kind]
-        result, lse = op(*positional, **kwargs)
-    if out is not None:
-        result = out.copy_(result)
-    return (result, lse) if common["return_lse"] else result
-
-
-def _prepare(kind: str, args: tuple, common: dict[str, Any], trace: bool = True) -> tuple[tuple, dict[str, Any]]:
-    """Arguments of the op: Python values checked and normalised, scales as tensors, user functions traced."""
-    q = args[0]
-    for name, t in zip(("q", "k", "v"), args, strict=False):
-        validate.tensor(name, t, optional=False)
-    kwargs = {
-        n: value for n, value in common.items() if n not in ("window", "score_mod", "mask_mod", "epilogue", "out")
-    }
-    for name in ("attn_mask", "alibi_slopes", "sinks", "seqused_k", "dropout_rng"):
-        validate.tensor(name, kwargs.get(name))
-    for name in ("causal", "return_lse"):
-        validate.flag(name, kwargs[name])
-    if kwargs["deterministic"] is not None:
-        validate.flag("deterministic", kwargs["deterministic"])
-    if kwargs["softmax_scale"] is not None:
-        kwargs["softmax_scale"] = validate.number("softmax_scale", kwargs["softmax_scale"])
-    kwargs["softcap"] = validate.number("softcap", kwargs["softcap"], low=0.0)
-    kwargs["dropout_p"] = validate.number("dropout_p", kwargs["dropout_p"], 0.0, 1.0)
-    if kwargs["backend"] is not None and not isinstance(kwargs["backend"], str):
-        validate.fail("backend", type(kwargs["backend"]).__name__, "the name of a backend, or None", TypeError)
-    kwargs["window_left"], kwargs["window_right"] = validate.window(common["window"])
-    for name in ("q_scale", "k_scale", "v_scale"):
-        kwargs[name] = validate.scale(name, kwargs[name], q)
-    if kwargs["dropout_p"] > 0 and kwargs["dropout_rng"] is None and trace and kind != "paged":
-        kwargs["dropout_rng"] = rng.draw(q.device)
-    epilogue = common["epilogue"]
-    if epilogue is not None and not isinstance(epilogue, Epilogue):
-        validate.fail("epilogue", type(epilogue).__name__, "an xattn.Epilogue or None", TypeError)
-    functions = {
-        "score_mod": common["score_mod"],
-        "mask_mod": common["mask_mod"],
-        "epilogue": epilogue.fn if epilogue else None,
-    }
-    for role, fn in functions.items():
-        if fn is None:
-            continue
-        if not callable(fn):
-            validate.fail(role, type(fn).__name__, "a function, or None", TypeError)
-        if torch.compiler.is_exporting():
-            raise UnsupportedError(
-                f"{role}: user functions do not travel in exported modules; export the model without it"
-            )
-        key, aux = fusion.trace(role, fn, q.device, epilogue.aux if role == "epilogue" and epilogue else ())
-        kwargs[role], kwargs[f"{role}_aux"] = key, aux or None
-    if epilogue is not None:
-        kwargs["out_dtype"] = epilogue.out_dtype
-    return args, kwargs
-
-
-def _describe(
-    function: Callable[..., Any], kind: str, args: tuple, kwargs: dict[str, Any]
-) -> tuple[Inputs, str | None]:
-    """The record of a call of a public function that is not made: user functions are noted, not traced."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    common = dict(bound.arguments)
-    tensors = ("k_cache", "v_cache") if kind == "paged" else ("k", "v")
-    names = {
-        "attention": (),
-        "varlen": ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-        "paged": ("page_table", "seqlens_k"),
-    }
-    positional = tuple(common.pop(n) for n in ("q", *tensors, *names[kind]))
-    for name in ("k_new", "v_new", "cu_seqlens_new", "rotary"):
-        common.pop(name, None)
-    functions = {role: common[role] for role in ("score_mod", "mask_mod", "epilogue")}
-    out_dtype = functions["epilogue"].out_dtype if isinstance(functions["epilogue"], Epilogue) else None
-    _, op_kwargs = _prepare(kind, positional, common | dict.fromkeys(functions), trace=False)
-    if op_kwargs["dropout_p"] and op_kwargs["dropout_rng"] is None:
-        op_kwargs["dropout_rng"] = torch.empty(2, dtype=torch.int64, device=positional[0].device)
-    inputs = ops.record(kind, positional, op_kwargs | {"out_dtype": out_dtype})
-    given = {role: None if fn is None else Mod(role, fn, fn) for role, fn in functions.items()}
-    inputs = replace(inputs, score_mod=given["score_mod"], mask_mod=given["mask_mod"], epilogue=given["epilogue"])
-    validate.call(inputs, _asked(inputs))
-    return inputs, common["backend"]
-
-
-def _asked(inputs: Inputs) -> tuple[str, ...]:
-    if not torch.is_grad_enabled():
-        return ()
-    return tuple(dict.fromkeys(name for name, t in inputs.differentiable() if t is not None and t.requires_grad))
-
-
-def _check_out(inputs: Inputs, out: Any) -> None:
-    validate.tensor("out", out, optional=False)
-    validate.call(inputs)
-    if _asked(inputs) or (torch.is_grad_enabled() and out.requires_grad):
-        validate.fail(
-            "out",
-            "a gradient is asked for",
-            "out only under torch.no_grad(), or for inputs without gradients",
-            RuntimeError,
-        )
-    wanted = (inputs.out_shape, inputs.dtype_out, inputs.q.device)
-    if (tuple(out.shape), out.dtype, out.device) != wanted:
-        validate.fail(
-            "out",
-            f"shape {tuple(out.shape)}, {out.dtype}, {out.device}",
-            f"shape {wanted[0]}, {wanted[1]}, {wanted[2]}",
-        )
-
-
-def _query_positions(q: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """The position of each query in its sequence."""
-    if cu_seqlens_q is None:
-        return lengths.long()[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
-    first = lengths - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])
-    _, position, exists = paging.token_positions(first, q, cu_seqlens_q)
-    return torch.where(exists, position, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 from .device import Device
@@ -68,13 +69,15 @@ class HeadDims:
 class Capability:
     """What a backend answers on the devices it names. ``dtypes`` holds pairs (q, k and v); empty sets answer nothing.
 
-    ``archs`` empty means any of the vendors'. ``only_with`` non-empty means that the backend answers only problems that
-    use one of those features. ``needs`` names Python modules without which it cannot run on this machine's devices.
-    ``nonempty``: it wants at least one query and one key.
+    ``archs`` empty means any of the vendors', ``least_arch`` that one and all newer of NVIDIA's. ``only_with``
+    non-empty means that the backend answers only problems that use one of those features. ``needs`` names Python
+    modules without which it cannot run on this machine's devices. ``nonempty``: it wants at least one query and one
+    key.
     """
 
     vendors: frozenset[str] = frozenset()
     archs: frozenset[str] = frozenset()
+    least_arch: str = ""
     kinds: frozenset[str] = frozenset()
     dtypes: frozenset[tuple[str, str]] = frozenset()
     dtypes_out: frozenset[str] = frozenset()  # empty: the dtype of q
@@ -88,6 +91,11 @@ class Capability:
     needs: frozenset[str] = frozenset()
     nonempty: bool = False
 
+    def is_for(self, device: Device) -> bool:
+        """Whether it speaks of that device at all."""
+        known = not self.archs or device.arch in self.archs
+        return device.vendor in self.vendors and known and (not self.least_arch or is_at_least(device, self.least_arch))
+
 
 def check(problem: Problem, size: SizeBucket, device: Device, capability: Capability) -> tuple[Refusal, ...]:
     """Why ``capability`` cannot answer ``problem`` on ``device``; empty where it can."""
@@ -96,12 +104,14 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
         return (Refusal("vendor", "vendor", device.vendor, _sorted(c.vendors)),)
     if c.archs and device.arch not in c.archs:
         return (Refusal("arch", "arch", device.arch, _sorted(c.archs)),)
+    if c.least_arch and not is_at_least(device, c.least_arch):
+        return (Refusal("arch", "arch", device.arch, (f"{c.least_arch} or newer",)),)
     if p.kind not in c.kinds:
         return (Refusal("kind", "kind", p.kind, _sorted(c.kinds, KINDS)),)
     found: list[Refusal] = []
     if device.index is not None:  # a device of this machine, not one that is only talked about
         found += [
-            Refusal("missing", "module", name, ("installed",)) for name in sorted(c.needs) if find_spec(name) is None
+            Refusal("missing", "module", name, ("installed",)) for name in sorted(c.needs) if not _installed(name)
         ]
     if c.nonempty and 0 in (size.batch, size.seqlen_q, size.seqlen_k):
         found.append(
@@ -135,3 +145,17 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
 
 def _sorted(names: frozenset[str], order: tuple[str, ...] = ()) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda n: (order.index(n) if n in order else len(order), n)))
+
+
+def is_at_least(device: Device, arch: str) -> bool:
+    """Whether an NVIDIA device's architecture is ``arch`` or newer."""
+    return device.arch.startswith("sm_") and int(device.arch[3:]) >= int(arch[3:])
+
+
+@cache
+def _installed(module: str) -> bool:
+    """Whether a module (of a package: "cuda.bindings") can be imported. Its parent is imported to find out."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import masks
+from .concurrency import transforms_enabled
 from .inputs import Inputs
 from .segments import Segment, segments, spare_rows
 
@@ -59,8 +60,9 @@ def backward(
         def call(*values, leaves=leaves, names=names, chunk=chunk):
             return attend(inputs, chunk, {**leaves, **dict(zip(names, values, strict=True))})
 
-        (o, lse), pull = _vjp(call, *(leaves[n] for n in names))
-        grads = pull((chunk.segment.rows(dout, chunk.rows).to(o.dtype), chunk.lse_grad(dlse, lse)))
+        with transforms_enabled():
+            (o, lse), pull = _vjp(call, *(leaves[n] for n in names))
+            grads = pull((chunk.segment.rows(dout, chunk.rows).to(o.dtype), chunk.lse_grad(dlse, lse)))
         total.add(chunk, dict(zip(names, grads, strict=True)))
     return total.finish()
 
@@ -99,9 +101,10 @@ def double_backward(
             return pull((do, dl))
 
         l_grad = chunk.lse_grad(dlse, torch.empty(chunk.lse_shape(inputs), dtype=d_dout.dtype, device=dout.device))
-        _, pull = _vjp(first_order, rows, l_grad, *(leaves[n] for n in names))
         seed_slices = chunk.seeds(seeds, total.dtype)
-        do2, dl2, *grads = pull(tuple(seed_slices[n] for n in seeded))
+        with transforms_enabled():
+            _, pull = _vjp(first_order, rows, l_grad, *(leaves[n] for n in names))
+            do2, dl2, *grads = pull(tuple(seed_slices[n] for n in seeded))
         chunk.segment.put_rows(d_dout, do2, chunk.rows)
         chunk.segment.put_lse(d_dlse, dl2, chunk.rows)
         total.add(chunk, dict(zip(names, grads, strict=True)))

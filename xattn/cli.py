@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,11 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except (ValueError, TypeError) as error:
         print(f"xattn {args.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader has seen enough; what is still buffered must not fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
@@ -54,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "--q", type=_shape, required=True, metavar="B,S,H,D", help="shape of q: batch, seqlen, heads, head_dim"
     )
     explain.add_argument("--kv", type=_shape, metavar="B,S,H,D", help="shape of k and v (default: that of q)")
-    explain.add_argument("--head-dim-v", type=int, metavar="D", help="head dimension of v (default: that of k)")
+    explain.add_argument("--head-dim-v", type=_positive, metavar="D", help="head dimension of v (default: that of k)")
     explain.add_argument("--dtype", default="bf16", choices=sorted(_DTYPES), help="dtype of q, k, v (default: bf16)")
     explain.add_argument("--dtype-kv", choices=sorted(_DTYPES), help="dtype of k and v where it differs")
     explain.add_argument("--causal", action="store_true")
@@ -72,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--grad", action="store_true", help="with gradients of q, k, v")
     explain.add_argument("--deterministic", action="store_true", help="with a bitwise reproducible backward")
     explain.add_argument("--lse", action="store_true", help="with lse returned")
-    explain.add_argument("--page-size", type=int, default=64, help="for --kind paged (default: 64)")
+    explain.add_argument("--page-size", type=_positive, default=64, metavar="N", help="for --kind paged (default: 64)")
     explain.add_argument("--device", metavar="ARCH", help="sm_90, gfx942, cpu, ...: default is the best device here")
     explain.add_argument("--backend", help="ask this backend only")
     explain.add_argument("--json", action="store_true", help="print JSON")
@@ -148,7 +152,11 @@ def _explain(args: argparse.Namespace) -> int:
     dtype, dtype_kv = (getattr(torch, _DTYPES[name]) for name in (args.dtype, args.dtype_kv or args.dtype))
     batch, seqlen_q, heads, head_dim = args.q
     shape = args.kv or args.q
-    head_dim_v = args.head_dim_v or shape[3]
+    if shape[0] != batch:
+        raise ValueError(f"--kv: got batch {shape[0]}; allowed: that of --q, {batch}")
+    if args.grad and args.kind == "paged":
+        raise ValueError("--grad: attention over a paged cache has no gradient")
+    head_dim_v = shape[3] if args.head_dim_v is None else args.head_dim_v
 
     def empty(*dims: int, of: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
         return torch.empty(*dims, dtype=of, device="meta", requires_grad=grad)
@@ -194,6 +202,12 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1")
+    return int(text)
+
+
 def _window(text: str) -> tuple[int | None, int | None]:
     parts = [p.strip() for p in text.split(",")]
     if len(parts) != 2 or not all(p.isdigit() or not p for p in parts):
@@ -209,6 +223,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         _plain_table(title, columns, rows)
         return
@@ -219,7 +234,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for column in columns:
         table.add_column(column)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # no markup: a name may hold brackets
     Console().print(table)
 
 

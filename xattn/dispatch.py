@@ -4,7 +4,6 @@ device."""
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from . import backends, settings
 from .backends import REGISTRY as REGISTRY
 from .backends import Backend, Config
 from .capability import Refusal
+from .concurrency import ForkSafeLock
 from .device import Device
 from .errors import FallbackWarning, UnsupportedError
 from .problem import Problem, SizeBucket
@@ -97,21 +97,16 @@ def plan(
 
 
 def _notes(problem: Problem, backend: Backend) -> tuple[str, ...]:
-    notes = []
-    if problem.last_stride is False:
-        notes.append(
-            "a tensor whose last dimension is not contiguous is copied"
-            if backend.native
-            else "strides are handled by torch"
-        )
-    return tuple(notes)
+    if backend.native and not problem.direct:
+        return ("q, k or v is copied: its rows do not start at multiples of 16 bytes, or its last stride is not 1",)
+    return ()
 
 
 # ---------------------------------------------------------------- the cache, and what is said about fallbacks
 _MOST_PLANS = 4096
 _plans: OrderedDict[tuple, Plan] = OrderedDict()
 _told: set[tuple] = set()
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def cached_plan(problem: Problem, size: SizeBucket, device: Device, backend: str | None = None) -> Plan:

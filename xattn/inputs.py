@@ -25,6 +25,15 @@ DTYPES: dict[torch.dtype, str] = {
 FP8 = tuple(name for name in DTYPES.values() if name.startswith("fp8"))
 
 
+def is_direct(t: Tensor) -> bool:
+    """Whether 16-byte copies can read (..., row, head, head_dim) as it lies."""
+    if not t.numel():
+        return True
+    size = t.element_size()
+    aligned = all(n == 1 or s * size % 16 == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True))
+    return t.stride(-1) == 1 and aligned and (t.device.type == "meta" or t.data_ptr() % 16 == 0)
+
+
 def present(t: Tensor | None) -> Tensor:
     """An optional tensor of which the kind of the call says that it is there."""
     assert t is not None
@@ -175,7 +184,6 @@ class Inputs:
     # ---- the planner's view
     def problem(self, grads: tuple[str, ...] = ()) -> Problem:
         mask = self.attn_mask
-        tensors = [t for t in (self.q, self.k, self.v) if t.numel()]
         return Problem(
             kind=self.kind,
             dtype=dtype_name(self.q.dtype),
@@ -205,7 +213,7 @@ class Inputs:
             return_lse=self.return_lse,
             grads=grads,
             deterministic=self.deterministic and bool(grads),
-            last_stride=all(t.stride(-1) == 1 for t in tensors),
+            direct=all(map(is_direct, (self.q, self.k, self.v))),
             page_size=self.page_size if self.kind == "paged" else 0,
             kv_layout=self.kv_layout,
         )

@@ -1,8 +1,11 @@
 """The torch ops ``torch.ops.xattn.*``: schemas, fakes with real strides, and their kernels, which plan and run a
 backend.
 
-    attention, attention_varlen, attention_paged       -> (out, lse); lse is empty unless return_lse
+    attention, attention_varlen, attention_paged       -> (out, lse); lse is empty unless return_lse (where a gradient
+    is
+                                                          asked for, it may be full of NaN instead)
     attention_backward, attention_varlen_backward      -> gradients of the wanted tensors
+    rotary                                             -> x rotated as tokens at their positions
     append_paged                                       writes new keys and values into a paged cache
 
 They take what the public functions take (``xattn.attention`` and its kin), with the window as two ints, scales as
@@ -59,6 +62,7 @@ for _name, _head in _HEADS.items():
     _LIBRARY.define(f"{_name}({_head}{_TAIL}, bool[]? needs_grad=None) -> (Tensor, Tensor)")
     if _name != "attention_paged":
         _LIBRARY.define(f"{_name}_backward({_BACKWARD}{_head}{_TAIL}) -> Tensor[]")
+_LIBRARY.define("rotary(Tensor x, Tensor positions, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor")
 _LIBRARY.define(
     "append_paged(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor seqlens_k, Tensor k_new, "
     "Tensor? v_new, *, Tensor? cu_seqlens_new=None, str kv_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, "
@@ -105,7 +109,8 @@ def double_backward(
     run = dispatch.get(plan.backend).double_backward
     if run is None:
         raise UnsupportedError(
-            f"a second derivative was asked for, and backend {plan.backend!r} has none; call attention with backend='reference'"
+            f"a second derivative was asked for, and backend {plan.backend!r} has none; "
+            "call attention with backend='reference'"
         )
     return run(inputs, dout, dlse, wanted, seeds)
 
@@ -332,5 +337,9 @@ for _name, _kind in _KINDS.items():
         _LIBRARY.impl(f"{_name}_backward", _backward_kernel(_kind), "CompositeExplicitAutograd")
         _LIBRARY.impl(f"{_name}_backward", _backward_autograd_kernel(_kind), "Autograd", with_keyset=True)
         torch.library.register_fake(f"xattn::{_name}_backward", _backward_fake(_kind), lib=_LIBRARY)
+_LIBRARY.impl(
+    "rotary", lambda x, at, cos, sin, pairs=False: Rotary(cos, sin, pairs).apply(x, at), "CompositeExplicitAutograd"
+)
+torch.library.register_fake("xattn::rotary", lambda x, at, cos, sin, pairs=False: x.new_empty(x.shape), lib=_LIBRARY)
 _LIBRARY.impl("append_paged", _append, "CompositeExplicitAutograd")
 torch.library.register_fake("xattn::append_paged", _append_fake, lib=_LIBRARY)

@@ -37,12 +37,13 @@ def append(
         return
     page = page_table[sequence, column.clamp(0, page_table.shape[1] - 1)].long()
     in_cache = (page >= 0) & (page < k_cache.shape[0])
+    status.report("seqlens_k", seqlens_k < 0, "seqlens_k")
     status.report("no_room", exists & ~has_room)
     status.report("page_table", exists & has_room & ~in_cache)
     if not page.numel() or not k_cache.shape[0]:
         return
     if rotary is not None:
-        k_new = rotary.apply(k_new, position.view(k_new.shape[:-2]))
+        k_new = rotary.apply(k_new, torch.where(exists, position, 0).view(k_new.shape[:-2]))
     kept = exists & has_room & in_cache
     slot = position.clamp(min=0) % page_size
     for cache, new, scale in ((k_cache, k_new, k_scale), (v_cache, v_new, v_scale)):

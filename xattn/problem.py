@@ -49,8 +49,9 @@ class Problem:
     """One kind of attention call.
 
     dtypes are names as in ``xattn.inputs.DTYPES``; ``score_mod``, ``mask_mod`` and ``epilogue`` are ids of traced
-    functions ("" for none); ``grads`` names the arguments whose gradient is asked for; ``last_stride`` is False where a
-    tensor's last dimension is not contiguous; ``page_size`` is 0 outside paged calls.
+    functions ("" for none); ``grads`` names the arguments whose gradient is asked for; ``direct`` is False where q, k
+    or v do not lie in rows that start at multiples of 16 bytes, so that native kernels copy them; ``page_size`` is 0
+    outside paged calls.
     """
 
     kind: str = "attention"
@@ -75,7 +76,7 @@ class Problem:
     return_lse: bool = False
     grads: tuple[str, ...] = ()
     deterministic: bool = False
-    last_stride: bool = True
+    direct: bool = True
     page_size: int = 0
     kv_layout: str = ""
 

@@ -28,12 +28,23 @@ class Rotary:
                 raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
             if not t.is_floating_point():
                 raise TypeError(f"{name}: got {t.dtype}; allowed: a float dtype")
+            if t.device != self.cos.device:
+                raise ValueError(f"{name}: got device {t.device}; allowed: that of cos, {self.cos.device}")
             if t.dim() != 2 or t.shape != self.cos.shape or t.shape[1] < 1:
                 raise ValueError(
                     f"{name}: got shape {tuple(t.shape)}; allowed: (positions, rotary_dim / 2), for cos and sin alike"
                 )
         if not isinstance(self.interleaved, bool):
             raise TypeError(f"interleaved: got {type(self.interleaved).__name__}; allowed: True or False")
+
+    def check(self, x: Tensor) -> None:
+        """Raises where the tables do not fit ``x`` (..., heads, head_dim)."""
+        for name, t in (("cos", self.cos), ("sin", self.sin)):
+            if t.device != x.device:
+                raise ValueError(f"rotary: got {name} on {t.device}; allowed: the device of q, {x.device}")
+        if 2 * self.cos.shape[1] > x.shape[-1]:
+            allowed = f"up to head_dim, {x.shape[-1]}"
+            raise ValueError(f"rotary: got rotary_dim {2 * self.cos.shape[1]}; allowed: {allowed}")
 
     def apply(self, x: Tensor, positions: Tensor) -> Tensor:
         """``x`` (..., heads, head_dim) rotated as tokens at ``positions`` (...): a new tensor of the dtype of x."""

@@ -6,11 +6,10 @@ On the CPU a bad value raises at once. On a GPU a sticky status word is set, wit
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 
+from .concurrency import ForkSafeLock
 from .errors import DeviceValueError
 
 # One bit each; native kernels set the same bits.
@@ -25,7 +24,7 @@ MESSAGES = {
 CODES = {name: 1 << n for n, name in enumerate(MESSAGES)}
 
 _words: dict[torch.device, Tensor] = {}
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def word(device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import status
 from .inputs import DTYPES, FP8, Inputs, dtype_name, present
 
+_LARGEST = 2**63 - 1
 _INT = (torch.int32, torch.int64)
 _FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OUT = (*DTYPES, torch.int8, torch.uint8)
@@ -35,6 +36,8 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     if not (low <= value <= high and -math.inf < value < math.inf):
         below, above = "" if low == -math.inf else f" from {low:g}", "" if high == math.inf else f" to {high:g}"
         fail(name, value, f"a finite number{below}{above}")
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        fail(name, value, "a number that a float can hold")
     return float(value)
 
 
@@ -50,6 +53,8 @@ def count(name: str, value: Any, low: int = 0) -> int:
         fail(name, type(value).__name__, "a whole number", TypeError)
     if value < low:
         fail(name, value, f"a whole number from {low}")
+    if isinstance(value, int) and value > _LARGEST:
+        fail(name, value, f"a whole number up to {_LARGEST}")
     return value  # type: ignore[return-value]
 
 
@@ -66,6 +71,7 @@ def window(value: Any) -> tuple[int | None, int | None]:
             fail("window", f"{type(side).__name__} in {value!r}", "distances from 0, or None for unbounded", TypeError)
         if side < 0:
             fail("window", tuple(value), "distances from 0; use None, not a negative number, for a side without bound")
+        count("window", side)
     return value[0], value[1]
 
 
@@ -75,6 +81,15 @@ def tensor(name: str, value: Any, optional: bool = True) -> Tensor | None:
     if not isinstance(value, Tensor):
         fail(name, type(value).__name__, "a torch.Tensor" + (" or None" if optional else ""), TypeError)
     return value
+
+
+def alike(name: str, t: Tensor, first: Tensor, device: torch.device) -> None:
+    """A float tensor of the shape and dtype of ``first``, on ``device``."""
+    if t.layout is not torch.strided:
+        fail(name, str(t.layout), "dense (strided) tensors")
+    if (t.shape, t.dtype, t.device) != (first.shape, first.dtype, device) or t.dtype not in _FLOAT:
+        got = f"shape {tuple(t.shape)}, {t.dtype}, {t.device}"
+        fail(name, got, f"shape {tuple(first.shape)}, {first.dtype}, {device}: floats, all alike")
 
 
 def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
@@ -87,7 +102,8 @@ def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
 # ---------------------------------------------------------------- tensors of a call
 def call(x: Inputs, grads: Sequence[str] = ()) -> None:
     """Checks one call. Raises ValueError or TypeError that names the argument, what was got and what is allowed."""
-    for name, t in x.tensors().items():
+    for field, t in x.tensors().items():
+        name = _given_as(x, field)
         if t.layout is not torch.strided:
             fail(name, str(t.layout), "a dense (strided) tensor")
         if t.device != x.q.device:
@@ -109,15 +125,21 @@ def call(x: Inputs, grads: Sequence[str] = ()) -> None:
             fail("out_dtype", x.dtype_out, "a dtype of 16 or more bits where a gradient is asked for")
 
 
+def _given_as(x: Inputs, field: str) -> str:
+    """What the caller calls a field of the record."""
+    return f"{field}_cache" if x.kind == "paged" and field in ("k", "v") else field
+
+
 def _dtypes(x: Inputs) -> None:
     q, k, v = (dtype_name(t.dtype) for t in (x.q, x.k, x.v))
-    for name, got in (("q", q), ("k", k), ("v", v)):
+    name_k, name_v = (_given_as(x, n) for n in "kv")
+    for name, got in (("q", q), (name_k, k), (name_v, v)):
         if got not in DTYPES.values():
             fail(name, got, ", ".join(DTYPES.values()), TypeError)
     if k != v:
-        fail("v", v, f"the dtype of k, {k}", TypeError)
+        fail(name_v, v, f"the dtype of {name_k}, {k}", TypeError)
     if q != k and not (q in ("bf16", "fp16", "fp32") and k in FP8):
-        fail("k, v", k, f"the dtype of q, {q}, or fp8 under a bf16, fp16 or fp32 q", TypeError)
+        fail(f"{name_k}, {name_v}", k, f"the dtype of q, {q}, or fp8 under a bf16, fp16 or fp32 q", TypeError)
     if x.out_dtype is not None and x.out_dtype not in _OUT:
         fail("out_dtype", x.out_dtype, ", ".join(map(dtype_name, _OUT)), TypeError)
 
@@ -165,13 +187,6 @@ def _varlen(x: Inputs) -> None:
 def _paged(x: Inputs) -> None:
     if x.kv_layout not in ("NHD", "HND"):
         fail("kv_layout", repr(x.kv_layout), "'NHD' or 'HND'")
-    names = ("num_pages", "page_size", "heads_kv") if x.kv_layout == "NHD" else ("num_pages", "heads_kv", "page_size")
-    _rank("k_cache", x.k, (*names, "head_dim"))
-    _rank("v_cache", x.v, (*names, "head_dim_v"))
-    _shape("k_cache", x.k, (*x.k.shape[:3], x.q.shape[-1]))
-    _shape("v_cache", x.v, (*x.k.shape[:3], x.v.shape[3]))
-    if x.page_size < 1:
-        fail("k_cache", f"page_size {x.page_size}", "a page_size from 1")
     if x.cu_seqlens_q is None:
         _rank("q", x.q, ("batch", "seqlen_q", "heads_q", "head_dim"))
     else:
@@ -180,6 +195,13 @@ def _paged(x: Inputs) -> None:
         _rank("cu_seqlens_q", x.cu_seqlens_q, ("batch + 1",))
         if x.cu_seqlens_q.shape[0] < 1:
             fail("cu_seqlens_q", "no element", "batch + 1 elements, the first of them 0")
+    names = ("num_pages", "page_size", "heads_kv") if x.kv_layout == "NHD" else ("num_pages", "heads_kv", "page_size")
+    _rank("k_cache", x.k, (*names, "head_dim"))
+    _rank("v_cache", x.v, (*names, "head_dim_v"))
+    _shape("k_cache", x.k, (*x.k.shape[:3], x.q.shape[-1]))
+    _shape("v_cache", x.v, (*x.k.shape[:3], x.v.shape[3]))
+    if x.page_size < 1:
+        fail("k_cache", f"page_size {x.page_size}", "a page_size from 1")
     assert x.page_table is not None and x.seqlens_k is not None
     _integer("page_table", x.page_table)
     _rank("page_table", x.page_table, ("batch", "max_pages"))
@@ -248,6 +270,8 @@ def _numbers(x: Inputs) -> None:
     number("dropout_p", x.dropout_p, 0.0, 1.0)
     if x.softmax_scale is not None:
         number("softmax_scale", x.softmax_scale)
+    if x.dropout_p > 0 and x.kind == "paged":
+        fail("dropout_p", x.dropout_p, "0 in paged calls")
     if x.dropout_rng is not None:
         if x.dropout_rng.dtype != torch.int64:
             fail("dropout_rng", x.dropout_rng.dtype, "torch.int64", TypeError)
@@ -256,8 +280,6 @@ def _numbers(x: Inputs) -> None:
         fail(
             "dropout_rng", None, "an int64[2] tensor (seed, offset) where the op is called directly with dropout_p > 0"
         )
-    if x.dropout_p > 0 and x.kind == "paged":
-        fail("dropout_p", x.dropout_p, "0 in paged calls")
 
 
 def append(
@@ -283,6 +305,8 @@ def append(
         if t is not None
     }
     for name, t in named.items():
+        if t.layout is not torch.strided:
+            fail(name, str(t.layout), "a dense (strided) tensor")
         if t.device != k_cache.device:
             fail(name, f"device {t.device}", f"the device of k_cache, {k_cache.device}")
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from packaging.version import Version
@@ -68,7 +68,7 @@ def attention_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
+        q_offset=cast(int, q_offset),  # a tensor will do
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,

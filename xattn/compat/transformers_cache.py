@@ -65,12 +65,12 @@ class PagedCache(Cache):
             self.pages.free(self._ids)
         self._ids, self._columns, self._real, self._step = [], 0, None, None
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the newest tokens of every sequence: ``-n`` forgets n, ``n`` keeps n (as transformers once had
         it)."""
         self._commit()
-        kept = tokens_to_remove if tokens_to_remove > 0 else self._columns + tokens_to_remove
-        kept = max(0, min(kept, self._columns))
+        count = int(tokens_to_remove)
+        kept = max(0, min(count if count > 0 else self._columns + count, self._columns))
         if self.pages is None or kept == self._columns:
             return
         lengths = [kept] * len(self._ids) if self._real is None else self._real[:, :kept].sum(1).tolist()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ class Runner:
     backend: str | None
     page_size: int
 
+    @cached_property
+    def cache_name(self) -> str:
+        """The model's argument for a cache, which was renamed within transformers 5."""
+        parameters = inspect.signature(self.language_model.model.forward).parameters
+        return "cache" if "cache" in parameters else "past_key_values"
+
     def warm_up(self, prompt: Tensor) -> None:
         """What is done once in a process (allocation, compilation) is not to be measured."""
         self.generate(prompt, 3)
@@ -105,11 +112,9 @@ class Runner:
         return Answer(tokens, values, ids, prefill, decode)
 
     def _step(self, given: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """(logits of the last token (vocabulary,), cache). The cache's argument was renamed within transformers 5."""
-        model = self.language_model.model
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        out = model(given, **{name: cache}, use_cache=True, logits_to_keep=1)
-        return out.logits[0, -1], out[name]
+        """(logits of the last token (vocabulary,), cache)."""
+        out = self.language_model.model(given, **{self.cache_name: cache}, use_cache=True, logits_to_keep=1)
+        return out.logits[0, -1], out[self.cache_name]
 
 
 @contextlib.contextmanager

@@ -20,18 +20,21 @@ class Epilogue:
     def __init__(self, fn: Callable[..., Any], aux: tuple[Tensor, ...] = (), out_dtype: torch.dtype | None = None):
         if not callable(fn):
             raise TypeError(f"fn: got {type(fn).__name__}; allowed: a function fn(o, b, h, q_idx, d, *aux)")
-        if isinstance(aux, Tensor) or not all(isinstance(t, Tensor) for t in aux):
-            raise TypeError("aux: allowed: a sequence of tensors")
+        if not isinstance(aux, (tuple, list)) or not all(isinstance(t, Tensor) for t in aux):
+            raise TypeError(f"aux: got {type(aux).__name__}; allowed: a tuple or list of tensors")
         if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
             raise TypeError(f"out_dtype: got {out_dtype!r}; allowed: a torch.dtype or None")
         self.fn, self.aux, self.out_dtype = fn, tuple(aux), out_dtype
 
     def then(self, other: Epilogue) -> Epilogue:
         """This epilogue, then ``other`` on its result."""
-        first, second, count = self.fn, other.fn, len(self.aux)
+        if not isinstance(other, Epilogue):
+            raise TypeError(f"other: got {type(other).__name__}; allowed: an xattn.Epilogue")
+        first, second = self.fn, other.fn
+        mine, theirs = slice(None, len(self.aux)), slice(len(self.aux), None)
 
         def both(o, b, h, q_idx, d, *aux):
-            return second(first(o, b, h, q_idx, d, *aux[:count]), b, h, q_idx, d, *aux[count:])
+            return second(first(o, b, h, q_idx, d, *aux[mine]), b, h, q_idx, d, *aux[theirs])
 
         return Epilogue(both, self.aux + other.aux, other.out_dtype or self.out_dtype)
 
@@ -56,7 +59,5 @@ class epilogues:
         if dtype.is_floating_point:
             top = torch.finfo(dtype).max
             return Epilogue(lambda o, b, h, q_idx, d, s: (o / s.reshape(())).clamp(-top, top), (scale,), dtype)
-        info = torch.iinfo(dtype)
-        return Epilogue(
-            lambda o, b, h, q_idx, d, s: (o / s.reshape(())).round().clamp(info.min, info.max), (scale,), dtype
-        )
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        return Epilogue(lambda o, b, h, q_idx, d, s: (o / s.reshape(())).round().clamp(low, high), (scale,), dtype)

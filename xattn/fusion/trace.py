@@ -8,20 +8,22 @@ tensors. The eager form maps them over (batch, head, q_idx, kv_idx or d).
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from types import CellType, FunctionType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.overrides import TorchFunctionMode
 
+from ..concurrency import ForkSafeLock, transforms_enabled
 from ..errors import UnsupportedError
 from ..inputs import Mod
+from . import captured
 
 # name: (has a value argument, names of the four coordinates)
 SIGNATURES = {
@@ -31,7 +33,8 @@ SIGNATURES = {
 }
 
 _kept: OrderedDict[str, Mod] = OrderedDict()
-_lock = threading.Lock()
+_lock = ForkSafeLock()
+_tracing = ForkSafeLock()  # torch.fx patches globals while it traces
 _MOST_KEPT = 4096
 
 
@@ -42,33 +45,89 @@ def trace(
     SIGNATURES.
 
     The function is called once, with 0-d tensors. Tensors that it captured may require gradients. Under torch.compile
-    it must come from outside the compiled function, and hold its tensors in its closure. Raises ValueError where it
-    cannot be called so, UnsupportedError where its control flow depends on values.
+    it must come from outside the compiled function and hold tensors, numbers and functions, no objects that hold them.
+    Raises ValueError where it cannot be called so, UnsupportedError where its control flow depends on values.
     """
     if torch.compiler.is_compiling():
-        lifted = [v if isinstance(v, Tensor) else _as_tensor(v, device) for v in _captured(fn, numbers=True)]
-        dims = ",".join([str(t.dim()) for t in aux])
-        return _trace_constant(role, fn, str(device), dims), [*aux, *lifted]
-    tensors = _captured(fn)
-    mod, loose = _trace(role, fn, device, [*aux, *tensors], len(aux))
+        return _trace_compiled(role, fn, device, aux)
+    paths = captured.tensors(fn)
+    tensors = [captured.at(fn, path) for path in paths]
+    mod, loose = _trace(role, fn, device, [*aux, *tensors], paths)
     return intern(mod), [*aux, *tensors, *loose]
 
 
+def _trace_compiled(
+    role: str, fn: Callable[..., Any], device: torch.device, aux: Sequence[Tensor]
+) -> tuple[str, list[Tensor]]:
+    """``trace`` while torch.compile looks on: the key is a constant as long as what is handed to ``_key`` is the same.
+
+    Tensors and numbers become arguments, so that new tensors and whole numbers do not compile again (torch.compile
+    itself does for new floats). Where the function needs its numbers as Python's, or the sizes of its tensors, those
+    are handed to ``_key`` too.
+    """
+    tensor_paths, number_paths, constant_paths = _paths(fn)
+    tensors = [captured.at(fn, path) for path in tensor_paths]
+    numbers = [captured.at(fn, path) for path in number_paths]
+    constants = tuple([captured.at(fn, path) for path in constant_paths])
+    dims = tuple([t.dim() for t in (*aux, *tensors)])
+    key = _key(role, fn, str(device), dims, len(aux), True, constants)
+    if key:
+        return key, [*aux, *tensors, *[_as_tensor(n, device) for n in numbers]]
+    sizes = [guard_scalar(n) for t in (*aux, *tensors) for n in t.shape]
+    key = _key(role, fn, str(device), dims, len(aux), False, (*constants, *[guard_scalar(n) for n in numbers], *sizes))
+    return key, [*aux, *tensors]
+
+
 @torch._dynamo.assume_constant_result
-def _trace_constant(role: str, fn: Callable[..., Any], device: str, dims: str) -> str:
-    """``trace`` while torch.compile looks on: the key is a constant as long as the function's code is the same, for all
-    it captured is an argument."""
+def _paths(fn: Callable[..., Any]) -> tuple[tuple[captured.Path, ...], ...]:
+    return captured.tensors(fn), captured.numbers(fn), captured.constants(fn)
+
+
+@torch._dynamo.assume_constant_result
+def _key(
+    role: str, fn: Callable[..., Any], device: str, dims: tuple[int, ...], given: int, free: bool, watched: tuple
+) -> str:
+    """The key of ``fn`` with ``given`` aux tensors of ``dims`` dimensions and, behind them, all that it holds.
+
+    With ``free`` numbers become arguments, and the result is "" where that cannot be or where the trace depends on
+    sizes. ``watched`` is not used here: torch.compile compiles again when it changes.
+    """
+    if held := captured.others(fn):
+        raise UnsupportedError(
+            f"{role}: {_describe(fn)} uses {'; '.join(held)}. Under torch.compile hold tensors and numbers in local "
+            "variables of the function around it: changes of anything else would go unnoticed."
+        )
+    where = torch.device(device)
     with unset_fake_temporarily(), torch.no_grad():
-        where = torch.device(device)
-        captured = [v if isinstance(v, Tensor) else _as_tensor(v, where) for v in _captured(fn, numbers=True)]
-        aux = [torch.zeros((1,) * int(n), device=where) for n in dims.split(",") if n]
-        mod, loose = _trace(role, fn, where, [*aux, *captured], len(aux), numbers=True)
+        paths = captured.tensors(fn)
+        aux = [torch.zeros((1,) * n, device=where) for n in dims[:given]]
+        aux += [captured.at(fn, path) for path in paths]
+        if not free:
+            mods = [_trace(role, fn, where, aux, paths)]
+        else:
+            numbers = captured.numbers(fn)
+            lifted = [_as_tensor(captured.at(fn, path), where) for path in numbers]
+            try:
+                mods = [
+                    _trace(role, fn, where, [*tensors, *lifted], (*paths, *numbers))
+                    for tensors in (aux, [_of_other_size(t) for t in aux])
+                ]
+            except (UnsupportedError, ValueError):
+                return ""
+            if mods[0][0].key != mods[1][0].key:
+                return ""
+    mod, loose = mods[0]
     if loose:
         raise UnsupportedError(
-            f"{role}: {_describe(fn)} uses a tensor that is neither in its closure nor an argument (a global, an "
-            "attribute); under torch.compile hold it in a local variable of the function around it"
+            f"{role}: {_describe(fn)} makes a tensor of its own from values; under torch.compile make it outside, and "
+            "hold it in a local variable of the function around it"
         )
     return intern(mod)
+
+
+def _of_other_size(t: Tensor) -> Tensor:
+    """torch.compile knows sizes 0 and 1 from others: those stay."""
+    return torch.zeros((), dtype=t.dtype, device=t.device).expand([n + (n > 1) for n in t.shape])
 
 
 def _as_tensor(number: float, device: torch.device) -> Tensor:
@@ -78,24 +137,27 @@ def _as_tensor(number: float, device: torch.device) -> Tensor:
 
 
 def _trace(
-    role: str, fn: Callable[..., Any], device: torch.device, aux: list[Tensor], given: int, numbers: bool = False
+    role: str, fn: Callable[..., Any], device: torch.device, aux: Sequence[Tensor], paths: Sequence[captured.Path]
 ) -> tuple[Mod, list[Tensor]]:
-    """The traced form; of ``aux``, the first ``given`` are arguments of fn and the others stand for its closure's
-    tensors."""
+    """The traced form; of ``aux``, the last stand for what fn holds at ``paths`` and those before are arguments."""
     has_value, coordinates = SIGNATURES[role]
     value = [torch.zeros((), device=device)] if has_value else []
     example = [*value, *(torch.zeros((), dtype=torch.int64, device=device) for _ in coordinates), *aux]
-    lead = len(example) - len(aux) + given
+    lead = len(example) - len(paths)
 
     def call(*args):
         with _IndexByTensor():
-            result = _rebind(fn, iter(args[lead:]), numbers)(*args[:lead])
+            result = captured.replaced(fn, dict(zip(paths, args[lead:], strict=True)))(*args[:lead])
         if isinstance(result, Tensor) and result.dim() != 0:
             raise ValueError(f"it returned shape {tuple(result.shape)}; allowed: a single element, shape ()")
-        return result if isinstance(result, Tensor) else torch.full((), result, device=device)
+        result = result if isinstance(result, Tensor) else torch.full((), result, device=device)
+        if role == "mask_mod" and result.dtype != torch.bool:
+            raise ValueError(f"it returned {result.dtype}; allowed: a boolean")
+        return result
 
     try:
-        graph = make_fx(call)(*example)
+        with _tracing, temporarily_clear_interpreter_stack():
+            graph = make_fx(call)(*map(_unwrapped, example))
     except Exception as error:
         words = f"{role}: {_describe(fn)} cannot be traced: {error}"
         if "tracing tensor" in str(error) or "control flow" in str(error):
@@ -109,40 +171,11 @@ def _trace(
     return Mod(key, _mapped(graph, has_value), graph, graph.code), loose
 
 
-def _captured(fn: Any, numbers: bool = False) -> list[Any]:
-    """The tensors, and with ``numbers`` the numbers, that a function and the functions in its closure hold, in a fixed
-    order."""
-    found: list[Any] = []
-    for cell in getattr(fn, "__closure__", None) or ():
-        content = cell.cell_contents
-        if isinstance(content, FunctionType):
-            found += _captured(content, numbers)
-        elif _is_lifted(content, numbers):
-            found.append(content)
-    return found
-
-
-def _rebind(fn: Any, values: Iterator[Tensor], numbers: bool) -> Any:
-    """The function with what ``_captured`` finds replaced, in its order."""
-    if not isinstance(fn, FunctionType) or not fn.__closure__:
-        return fn
-    cells = []
-    for cell in fn.__closure__:
-        content = cell.cell_contents
-        if isinstance(content, FunctionType):
-            content = _rebind(content, values, numbers)
-        elif _is_lifted(content, numbers):
-            content = next(values)
-        cells.append(CellType(content))
-    new = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells))
-    new.__kwdefaults__ = fn.__kwdefaults__
-    return new
-
-
-def _is_lifted(content: Any, numbers: bool) -> bool:
-    return isinstance(content, Tensor) or (
-        numbers and isinstance(content, (int, float)) and not isinstance(content, bool)
-    )
+def _unwrapped(t: Tensor) -> Tensor:
+    """A stand-in where torch.func wraps a tensor or it has no element to index: only shape and dtype matter here."""
+    if t.numel() and not torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return t
+    return torch.zeros([max(n, 1) for n in t.shape], dtype=t.dtype, device=t.device)
 
 
 class _IndexByTensor(TorchFunctionMode):
@@ -230,26 +263,10 @@ def _mapped(graph: torch.fx.GraphModule, has_value: bool) -> Callable[..., Tenso
         f = torch.vmap(f, in_dims=(*v, None, None, 0, None, *rest))
         f = torch.vmap(f, in_dims=(*v, None, 0, None, None, *rest))
         f = torch.vmap(f, in_dims=(*v, 0, None, 0 if by_sequence else None, None, *rest))
-        with _vmap_enabled():
+        with transforms_enabled():
             return f(*value, b, h, i, j, *aux)
 
     return eager
-
-
-def _vmap_enabled() -> Any:
-    """Kernels called below a dispatch mode (compiled code's first run, a flop counter) find vmap's dispatch keys
-    excluded: let them in."""
-    keys = torch._C.DispatchKey
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (
-        keys.FuncTorchBatched,
-        keys.FuncTorchBatchedDecomposition,
-        keys.FuncTorchVmapMode,
-        keys.FuncTorchDynamicLayerFrontMode,
-        keys.FuncTorchDynamicLayerBackMode,
-    ):
-        excluded = excluded - torch._C.DispatchKeySet(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _describe(fn: Callable[..., Any]) -> str:

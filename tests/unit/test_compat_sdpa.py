@@ -1,0 +1,220 @@
+"""The drop-in for torch's scaled_dot_product_attention gives what torch's gives."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import xattn
+from xattn.compat.sdpa import scaled_dot_product_attention
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def qkv(lead=(2,), heads=4, heads_kv=None, seqlen_q=5, seqlen_k=5, dim=16, dim_v=None, dtype=torch.float32):
+    heads_kv, dim_v = heads_kv or heads, dim_v or dim
+    return (
+        randn(*lead, heads, seqlen_q, dim, seed=1, dtype=dtype),
+        randn(*lead, heads_kv, seqlen_k, dim, seed=2, dtype=dtype),
+        randn(*lead, heads_kv, seqlen_k, dim_v, seed=3, dtype=dtype),
+    )
+
+
+def same(q: Tensor, k: Tensor, v: Tensor, *args, tolerance: float = 1e-5, **options) -> None:
+    """Results and gradients equal torch's."""
+    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    got = scaled_dot_product_attention(*inputs, *args, **options)
+    wanted = F.scaled_dot_product_attention(*inputs, *args, **options)
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    seed = randn(*got.shape, seed=9, dtype=got.dtype)
+    for one, other in zip(*(torch.autograd.grad(x, inputs, seed) for x in (got, wanted)), strict=True):
+        assert not one.isnan().any()
+        torch.testing.assert_close(one, other, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def test_the_same_arguments():
+    torchs = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
+    assert list(inspect.signature(scaled_dot_product_attention).parameters) == torchs
+
+
+LENGTHS = [(5, 5), (3, 8), (8, 3), (1, 6), (6, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
+def test_causal_is_aligned_top_left(seqlen_q, seqlen_k):
+    q, k, v = qkv(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    same(q, k, v, is_causal=True)
+    got = scaled_dot_product_attention(q, k, v, is_causal=True)
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril()
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, mask), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[:, :, 0], v[:, :, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
+@pytest.mark.parametrize("lead", [(2,), (), (2, 3)], ids=str)
+def test_plain(seqlen_q, seqlen_k, lead):
+    same(*qkv(lead, seqlen_q=seqlen_q, seqlen_k=seqlen_k))
+
+
+def masks(lead, heads, seqlen_q, seqlen_k):
+    shapes = [(seqlen_q, seqlen_k), (1, seqlen_k), (seqlen_q, 1), (seqlen_k,), (heads, seqlen_q, seqlen_k)]
+    shapes += [
+        (*lead, heads, seqlen_q, seqlen_k),
+        (*lead, 1, seqlen_q, seqlen_k),
+        (*[1] * len(lead), heads, 1, seqlen_k),
+    ]
+    return list(dict.fromkeys(shapes))
+
+
+@pytest.mark.parametrize("form", ["bool", "added"])
+@pytest.mark.parametrize(
+    "lead, shape",
+    [(lead, shape) for lead in ((2,), (), (2, 3)) for shape in masks(lead, 4, 5, 7)]
+    + [((2, 3), (3, 4, 5, 7)), ((2, 3), (1, 3, 1, 5, 7)), ((2, 3), (2, 1, 4, 5, 7)), ((2, 3, 2), (3, 1, 1, 1, 7))],
+    ids=str,
+)
+def test_masks(form, lead, shape):
+    mask = randn(*shape, seed=4)
+    mask = mask > -0.5 if form == "bool" else mask
+    if form == "bool":
+        mask[..., 0] = True  # torch's own gradients of rows without keys are not all zero
+    same(*qkv(lead, seqlen_q=5, seqlen_k=7), mask)
+
+
+def test_a_row_without_keys_is_zero():
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    mask[2] = False
+    q, k, v = qkv(seqlen_k=7)
+    got = scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, mask), rtol=1e-5, atol=1e-5)
+    assert not got[:, :, 2].any()
+
+
+def test_gradient_of_a_mask():
+    q, k, v = qkv(seqlen_k=7)
+    mask = randn(1, 4, 5, 7, seed=4).requires_grad_()
+    got, wanted = (f(q, k, v, mask) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+    seed = randn(*got.shape, seed=9)
+    one, other = (torch.autograd.grad(x, mask, seed)[0] for x in (got, wanted))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2, 4])
+@pytest.mark.parametrize("lead", [(2,), (), (2, 3)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gqa(heads_kv, lead, is_causal):
+    same(*qkv(lead, heads_kv=heads_kv, seqlen_q=4, seqlen_k=6), enable_gqa=True, is_causal=is_causal)
+
+
+def test_gqa_with_a_mask_and_a_scale():
+    same(*qkv(heads_kv=2, seqlen_k=7), randn(2, 4, 5, 7, seed=4), enable_gqa=True, scale=0.3)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3, 1.0])
+def test_scale(scale):
+    same(*qkv(seqlen_k=7), scale=scale)
+
+
+def test_a_value_of_another_width():
+    same(*qkv(dim=32, dim_v=8), is_causal=True)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float64, 1e-9)])
+def test_dtypes(dtype, tolerance):
+    same(*qkv(dtype=dtype, seqlen_k=7), is_causal=True, tolerance=tolerance)
+
+
+def test_leading_dimensions_broadcast():
+    q, k, v = qkv((2, 3), seqlen_k=7)
+    same(q, k[:1], v[:, :1])
+    same(q[:1, :1], k, v)
+
+
+def test_any_strides():
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(dim=32))
+    same(q, k, v)
+    same(q[..., ::2], k[..., ::2], v[:, :, :, ::2])
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (2, 0)], ids=str)
+def test_without_a_batch(lead):
+    q, k, v = qkv(lead)
+    got = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert got.shape == F.scaled_dot_product_attention(q, k, v, is_causal=True).shape
+
+
+def test_without_queries_or_keys():
+    for lengths in ((0, 5), (5, 0), (0, 0)):
+        for is_causal in (False, True):
+            q, k, v = qkv(seqlen_q=lengths[0], seqlen_k=lengths[1])
+            got = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+            assert got.shape == q.shape and not got.any()
+
+
+def test_dropout():
+    """The masks are xattn's; what is not dropped is scaled, and torch's seed decides."""
+    q, k, v = qkv(seqlen_q=64, seqlen_k=64)
+    v = torch.ones_like(v)
+    torch.manual_seed(1)
+    one = scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, dropout_p=0.5), one)
+    assert not torch.equal(scaled_dot_product_attention(q, k, v, dropout_p=0.5), one)
+    assert one.std() > 0.01 and one.mean() == pytest.approx(1, abs=0.05)
+    assert not scaled_dot_product_attention(q, k, v, dropout_p=1.0).any()
+
+
+Q, K, V = qkv(seqlen_k=7)
+REFUSED = {
+    "two dimensions": ((Q[0, 0], K[0, 0], V[0, 0]), {}, "query, key, value: got 2, 2, 2 dimensions; allowed: the same"),
+    "other dimensions": ((Q, K[0], V), {}, "query, key, value: got 4, 3, 4 dimensions"),
+    "mask and causal": ((Q, K, V, torch.ones(5, 7)), {"is_causal": True}, "attn_mask: got a tensor; allowed: None"),
+    "heads": ((Q, K[:, :2], V[:, :2]), {}, "key: got 2 heads for 4 of query; allowed: as many, or enable_gqa=True"),
+    "heads of value": ((Q, K, V[:, :2]), {}, "value: got 2 heads"),
+    "heads of GQA": ((Q, K[:, :3], V[:, :3]), {"enable_gqa": True}, "q: got 4 heads; allowed: a multiple of the 3"),
+    "batch": ((Q, K[:1].expand(3, -1, -1, -1), V), {}, "[Ss]hape mismatch|query, key, value: "),
+    "lengths": ((Q, K, V[:, :, :6]), {}, "v: got shape"),
+    "width": ((Q, K[..., :8], V), {}, "k: got shape"),
+    "mask": ((Q, K, V, torch.ones(5, 6)), {}, "attn_mask: got shape"),
+    "mask of another batch": ((Q, K, V, torch.ones(3, 1, 5, 7)), {}, "attn_mask: got shape"),
+    "dropout": ((Q, K, V), {"dropout_p": 1.5}, "dropout_p: got 1.5"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name):
+    """What torch refuses, as ValueError."""
+    args, options, words = REFUSED[name]
+    with pytest.raises((RuntimeError, ValueError)):
+        F.scaled_dot_product_attention(*args, **options)
+    with pytest.raises(ValueError, match=words):
+        scaled_dot_product_attention(*args, **options)
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (3, 4, 5, 7), (3, 3, 4, 5, 7), (1, 2, 3, 4, 5, 7)], ids=str)
+def test_refuses_masks_beside_other_leading_dimensions(shape):
+    with pytest.raises(ValueError, match="attn_mask: got shape"):
+        scaled_dot_product_attention(*qkv((2, 2), seqlen_k=7), torch.ones(shape))
+
+
+def test_refuses_integer_masks():
+    with pytest.raises(TypeError, match="attn_mask: got torch.int64"):
+        scaled_dot_product_attention(Q, K, V, torch.ones(5, 7, dtype=torch.int64))
+
+
+def test_answered_by_xattn(monkeypatch):
+    """Not by torch behind its back."""
+    calls = []
+    monkeypatch.setattr(
+        "xattn.compat.sdpa.attention", lambda q, k, v, **kw: calls.append(kw) or xattn.attention(q, k, v, **kw)
+    )
+    scaled_dot_product_attention(Q, K, V, is_causal=True)
+    scaled_dot_product_attention(V, V, Q[:, :, :1].expand_as(V), is_causal=True)
+    assert [c["causal"] for c in calls] == [True, True] and all(c["window"] is None for c in calls)

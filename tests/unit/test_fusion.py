@@ -1,0 +1,734 @@
+"""User functions in attention: traced they compute what they compute, with gradients, also under torch.compile; and
+what cannot be traced says so."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import xattn
+from xattn import Epilogue, UnsupportedError, epilogues, fusion
+
+BATCH, HEADS, SEQLEN_Q, SEQLEN_K, DIM = 2, 4, 5, 7, 16
+CPU = torch.device("cpu")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def qkv(seqlen_q: int = SEQLEN_Q, seqlen_k: int = SEQLEN_K, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    lengths = (seqlen_q, seqlen_k, seqlen_k)
+    return [randn(BATCH, n, HEADS, DIM, seed=s, dtype=dtype) for s, n in enumerate(lengths)]
+
+
+def direct(q: Tensor, k: Tensor, v: Tensor, score_mod=None, mask_mod=None) -> Tensor:
+    """Attention written out, the mods on whole index tensors."""
+    s = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(DIM)
+    b = torch.arange(q.shape[0])[:, None, None, None]
+    h = torch.arange(HEADS)[:, None, None]
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    if score_mod is not None:
+        s = score_mod(s, b, h, i, j)
+    if mask_mod is not None:
+        s = s.masked_fill(~mask_mod(b, h, i, j), -math.inf)
+    p = torch.softmax(s, -1).nan_to_num(0)
+    return torch.einsum("bhij,bjhd->bihd", p, v)
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- the functions people write
+def alibi():
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1)
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs()}
+
+
+def softcap(cap: float = 2.0):
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)}
+
+
+def relative_bias():
+    table = randn(HEADS, SEQLEN_Q + SEQLEN_K, seed=7)
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + SEQLEN_K]}
+
+
+def documents():
+    ids_q, ids_k = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 1, 1, 1]]), torch.tensor([[0, 0, 0, 1, 1, 1, 3], [0] * 7])
+    return {"mask_mod": lambda b, h, q_idx, kv_idx: ids_q[b, q_idx] == ids_k[b, kv_idx]}
+
+
+def prefix_lm():
+    prefix = torch.tensor([2, 5])
+    return {"mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx < prefix[b]) | (q_idx >= kv_idx)}
+
+
+def sliding_window(left: int = 2):
+    def causal(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    def near(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx <= left
+
+    def both(b, h, q_idx, kv_idx):
+        return causal(b, h, q_idx, kv_idx) & near(b, h, q_idx, kv_idx)
+
+    return {"mask_mod": both}
+
+
+def gemma():
+    return softcap(5.0) | sliding_window(3)
+
+
+def t5_buckets(num_buckets: int = 8, max_distance: int = 16):
+    table = randn(num_buckets, HEADS, seed=9)
+    exact = num_buckets // 2
+
+    def mod(score, b, h, q_idx, kv_idx):
+        n = (q_idx - kv_idx).clamp(min=0)
+        far = torch.log(n.float().clamp(min=1) / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+        bucket = torch.where(n < exact, n, (exact + far.long()).clamp(max=num_buckets - 1))
+        return score + table[bucket, h]
+
+    return {"score_mod": mod}
+
+
+def document_penalty():
+    """A score_mod that captures whole numbers."""
+    kind = torch.tensor([0, 1, 1, 0, 2, 2, 1])
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: score - kind[kv_idx] * 0.5}
+
+
+def one_head_only():
+    return {"score_mod": lambda score, b, h, q_idx, kv_idx: torch.where(h == 1, score * 3, score)}
+
+
+def with_partial():
+    def mod(table, factor, score, b, h, q_idx, kv_idx):
+        return score * factor * table[h]
+
+    return {"score_mod": functools.partial(mod, randn(HEADS, seed=4), 0.7)}
+
+
+class Bias:
+    def __init__(self) -> None:
+        self.table = randn(HEADS, SEQLEN_K, seed=5)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.table[h, kv_idx]
+
+    def method(self, score, b, h, q_idx, kv_idx):
+        return score + self.table[h, kv_idx]
+
+
+def a_default():
+    default = randn(HEADS, seed=6)
+
+    def mod(score, b, h, q_idx, kv_idx, table=default, *, factor=0.5):
+        return score * factor * table[h]
+
+    return {"score_mod": mod}
+
+
+def recursive():
+    table = randn(HEADS, seed=6)
+
+    def mod(score, b, h, q_idx, kv_idx, depth=2):
+        return score if not depth else mod(score + table[h] * kv_idx, b, h, q_idx, kv_idx, depth - 1)
+
+    return {"score_mod": mod}
+
+
+MODS = {
+    "alibi": alibi,
+    "softcap": softcap,
+    "relative bias": relative_bias,
+    "documents": documents,
+    "prefix-LM": prefix_lm,
+    "sliding window": sliding_window,
+    "gemma": gemma,
+    "T5 buckets": t5_buckets,
+    "document penalty": document_penalty,
+    "one head only": one_head_only,
+    "partial": with_partial,
+    "callable object": lambda: {"score_mod": Bias()},
+    "bound method": lambda: {"score_mod": Bias().method},
+    "default argument": a_default,
+    "recursive": recursive,
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_as_flex_attention(name):
+    """FlexAttention's own eager form gives the same numbers."""
+    mods = MODS[name]()
+    q, k, v = qkv()
+    mask_mod, block_mask = mods.get("mask_mod"), None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, BATCH, HEADS, SEQLEN_Q, SEQLEN_K, device="cpu")
+    wanted = flex_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), score_mod=mods.get("score_mod"), block_mask=block_mask
+    )
+    close(xattn.attention(q, k, v, **mods), wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["alibi", "softcap", "documents", "prefix-LM", "gemma", "one head only"])
+def test_written_out(name):
+    mods = MODS[name]()
+    q, k, v = qkv(dtype=torch.float64)
+    got = xattn.attention(q, k, v, **mods)
+    torch.testing.assert_close(got, direct(q, k, v, **mods), rtol=1e-9, atol=1e-9)
+
+
+def test_no_two_examples_are_the_same():
+    """None of the examples is without effect."""
+    q, k, v = qkv()
+    results = [xattn.attention(q, k, v, **mods()) for mods in MODS.values()] + [xattn.attention(q, k, v)]
+    for n, one in enumerate(results):
+        assert not any(torch.allclose(one, other, atol=1e-4) for other in results[:n])
+
+
+def test_forms_of_indexing():
+    """Numbers, slices and an ellipsis beside the elements that index."""
+    table = randn(BATCH, 3, HEADS, SEQLEN_K, seed=8)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return (
+            score + table[b, 1, h, kv_idx] - table[b, ..., kv_idx][0, h] * table[b, :, h][2, kv_idx] + table[b][0, 1, 2]
+        )
+
+    def plain(score, b, h, q_idx, kv_idx):
+        return score + table[b, 1, h, kv_idx] - table[b, 0, h, kv_idx] * table[b, 2, h, kv_idx] + table[b, 0, 1, 2]
+
+    q, k, v = qkv()
+    close(xattn.attention(q, k, v, score_mod=mod), direct(q, k, v, plain))
+
+
+def test_constants_are_results():
+    q, k, v = qkv()
+    close(
+        xattn.attention(q, k, v, score_mod=lambda *_: 1.0, mask_mod=lambda *_: True),
+        v.mean(1, keepdim=True).expand_as(q),
+    )
+    assert not xattn.attention(q, k, v, mask_mod=lambda *_: False).any()
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 7), (5, 0), (0, 0)])
+def test_without_queries_or_keys(seqlen_q, seqlen_k):
+    mods = relative_bias() | prefix_lm()
+    q, k, v = qkv(seqlen_q, seqlen_k)
+    out, lse = xattn.attention(q, k, v, **mods, return_lse=True)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((BATCH, HEADS, seqlen_q), -math.inf))
+
+
+# ---------------------------------------------------------------- indices
+def test_indices_in_varlen_count_within_the_sequence():
+    """q_idx and kv_idx start at 0 in every sequence, whatever its place; b is its number."""
+    lengths_q, lengths_k = (3, 0, 5), (6, 2, 4)
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (lengths_q, lengths_k))
+    q, k, v = (randn(n, HEADS, DIM, seed=s) for s, n in enumerate((8, 12, 12)))
+    table = randn(3, HEADS, 8, 8, seed=3)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[b, h, q_idx, kv_idx]
+
+    def mask(b, h, q_idx, kv_idx):
+        return q_idx + 1 >= kv_idx
+
+    out = xattn.attention_varlen(q, k, v, cu_q, cu_k, 5, 6, score_mod=mod, mask_mod=mask)
+    for b in range(3):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        if rows.start == rows.stop:
+            continue
+        wanted = direct(
+            q[rows][None],
+            k[keys][None],
+            v[keys][None],
+            lambda s, _, h, i, j, b=b: s + table[b, h, i, j],
+            lambda _, h, i, j: i + 1 >= j,
+        )
+        close(out[rows], wanted[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_indices_in_paged_calls_are_positions(packed):
+    """q_idx is length - seqlen_q + i: a mod means the same in prefill and in decode."""
+    lengths, page_size, new = torch.tensor([6, 3]), 4, 2
+    k_cache, v_cache = randn(4, page_size, HEADS, DIM, seed=1), randn(4, page_size, HEADS, DIM, seed=2)
+    page_table = torch.tensor([[2, 0], [3, 1]])
+    q = randn(2, new, HEADS, DIM, seed=3)
+    table = randn(2, HEADS, 8, 8, seed=4)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[b, h, q_idx, kv_idx]
+
+    def mask(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    options = {"cu_seqlens_q": torch.tensor([0, new, 2 * new]), "max_seqlen_q": new} if packed else {}
+    given = q.flatten(0, 1) if packed else q
+    out = xattn.attention_paged(
+        given, k_cache, v_cache, page_table, lengths, score_mod=mod, mask_mod=mask, **options
+    ).view_as(q)
+    for b, n in enumerate(lengths.tolist()):
+        k, v = (c[page_table[b]].flatten(0, 1)[None, :n] for c in (k_cache, v_cache))
+        shift = n - new
+        wanted = direct(
+            q[b : b + 1],
+            k,
+            v,
+            lambda s, _, h, i, j, b=b, shift=shift: s + table[b, h, i + shift, j],
+            lambda _, h, i, j, shift=shift: i + shift >= j,
+        )
+        close(out[b], wanted[0])
+
+
+# ---------------------------------------------------------------- gradients of what is captured
+GLOBAL = torch.nn.Parameter(randn(HEADS, seed=11))
+
+
+def holders():
+    """Every way in which a function may hold a tensor: (function, tensor)."""
+    w = GLOBAL
+
+    def in_closure(score, b, h, q_idx, kv_idx):
+        return score * w[h]
+
+    def computed(score, b, h, q_idx, kv_idx):
+        return score * torch.sigmoid(w)[h]
+
+    def inner(h):
+        return torch.sigmoid(w)[h]
+
+    def nested(score, b, h, q_idx, kv_idx):
+        return score * inner(h)
+
+    def default(score, b, h, q_idx, kv_idx, weight=w):
+        return score * torch.sigmoid(weight)[h]
+
+    def from_global(score, b, h, q_idx, kv_idx):
+        return score * torch.sigmoid(GLOBAL)[h]
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = w
+
+        def forward(self, score, b, h, q_idx, kv_idx):
+            return score * torch.sigmoid(self.weight)[h]
+
+    module, in_list = Module(), [w]
+    sigmoid = {"computed": computed, "nested": nested, "default": default, "global": from_global, "module": module}
+    sigmoid["list"] = lambda score, b, h, q_idx, kv_idx: score * torch.sigmoid(in_list[0])[h]
+    sigmoid["partial"] = functools.partial(lambda weight, s, b, h, i, j: s * torch.sigmoid(weight)[h], w)
+    found = {name: (fn, lambda s, b, h, i, j: s * torch.sigmoid(w)[h]) for name, fn in sigmoid.items()}
+    return found | {"closure": (in_closure, in_closure)}
+
+
+@pytest.mark.parametrize("name", holders())
+def test_gradients_of_captured_tensors(name):
+    fn, plain = holders()[name]
+    inputs = [t.requires_grad_() for t in qkv()]
+    seed = randn(BATCH, SEQLEN_Q, HEADS, DIM, seed=12)
+    out, wanted = xattn.attention(*inputs, score_mod=fn), direct(*inputs, plain)
+    close(out, wanted)
+    grads, wanted_grads = (torch.autograd.grad(x, [*inputs, GLOBAL], seed) for x in (out, wanted))
+    assert wanted_grads[-1].abs().max() > 0.1
+    for got, want in zip(grads, wanted_grads, strict=True):
+        close(got, want)
+
+
+def test_gradient_beside_whole_numbers():
+    """Of two captured tensors, one has a gradient and one cannot have any."""
+    bucket, table = torch.arange(SEQLEN_K) % 3, randn(3, seed=1).requires_grad_()
+    q, k, v = qkv()
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[bucket[kv_idx]]
+
+    out, wanted = xattn.attention(q, k, v, score_mod=mod), direct(q, k, v, mod)
+    close(out, wanted)
+    close(*(torch.autograd.grad(x.square().sum(), table)[0] for x in (out, wanted)))
+
+
+# ---------------------------------------------------------------- what cannot be
+def test_conditions_on_values_are_refused():
+    def by_distance(score, b, h, q_idx, kv_idx):
+        if q_idx > kv_idx:
+            return score
+        return score * 2
+
+    q, k, v = qkv()
+    with pytest.raises(UnsupportedError) as caught:
+        xattn.attention(q, k, v, score_mod=by_distance)
+    text = str(caught.value)
+    assert text.startswith(
+        f"score_mod: by_distance ({__file__}:{by_distance.__code__.co_firstlineno}) cannot be traced"
+    )
+    assert "torch.where" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_mod": lambda s, b, h, i, j: s * int(h)},
+        {"score_mod": lambda s, b, h, i, j: s if s.item() > 0 else -s},
+        {"score_mod": lambda s, b, h, i, j: s + [1, 2, 3, 4][h]},
+        {"mask_mod": lambda b, h, i, j: i >= j and j > 2},
+        {"epilogue": Epilogue(lambda o, b, h, i, d: o if o > 0 else 0.0)},
+    ],
+    ids=["int", "item", "list", "and", "epilogue"],
+)
+def test_values_read_by_python_are_refused(options):
+    with pytest.raises(UnsupportedError, match=f"{next(iter(options))}: <lambda> .* cannot be traced"):
+        xattn.attention(*qkv(), **options)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"score_mod": lambda s, b, h: s}, r"It is called as score_mod\(value, b, h, q_idx, kv_idx, \*aux\)"),
+        ({"mask_mod": lambda s, b, h, i, j: s}, r"It is called as mask_mod\(b, h, q_idx, kv_idx, \*aux\)"),
+        ({"epilogue": Epilogue(lambda o: o)}, r"It is called as epilogue\(value, b, h, q_idx, d, \*aux\)"),
+        ({"score_mod": lambda s, *_: s * torch.ones(3)}, r"it returned shape \(3,\); allowed: a single element"),
+        ({"score_mod": lambda s, *_: s[None]}, r"it returned shape \(1,\)"),
+        ({"score_mod": lambda s, *_: None}, "NoneType"),
+        ({"score_mod": lambda s, *_: (s, s)}, "tuple"),
+        ({"mask_mod": lambda b, h, i, j: (i - j) * 1.0}, "it returned torch.float32; allowed: a boolean"),
+        ({"mask_mod": lambda b, h, i, j: i & j}, "it returned torch.int64; allowed: a boolean"),
+        ({"score_mod": lambda s, *_: 1 / 0}, "division by zero"),
+        ({"epilogue": epilogues.residual(torch.ones(2, 5))}, "too many indices"),
+    ],
+)
+def test_functions_that_do_not_fit(options, words):
+    role = next(iter(options))
+    with pytest.raises(ValueError, match=words) as caught:
+        xattn.attention(*qkv(), **options)
+    assert str(caught.value).startswith(f"{role}: ") and "It is called as" in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["score_mod", "mask_mod"])
+def test_not_a_function(role):
+    with pytest.raises(TypeError, match=f"{role}: got int; allowed: a function, or None"):
+        xattn.attention(*qkv(), **{role: 3})
+
+
+def test_unknown_key():
+    for role in ("score_mod", "mask_mod", "epilogue"):
+        with pytest.raises(UnsupportedError, match="this process has traced no such function"):
+            torch.ops.xattn.attention(*qkv(), **{role: f"{role}:0123456789abcdef"})
+
+
+def test_keys():
+    """The same code gives the same key, whatever it captured; other code or another role another."""
+
+    def make(value, sign=1):
+        table = torch.full((HEADS,), float(value))
+        return lambda s, b, h, i, j: s + sign * table[h]
+
+    key, aux = fusion.trace("score_mod", make(1), CPU)
+    assert key.startswith("score_mod:") and fusion.lookup(key).key == key
+    again, other = fusion.trace("score_mod", make(2), CPU)
+    assert again == key and (aux[0][0], other[0][0]) == (1, 2)
+    assert fusion.trace("score_mod", make(1, sign=-1), CPU)[0] != key
+    assert fusion.lookup("") is None and fusion.intern(None) == ""
+
+
+def test_captured_tensors_are_arguments_and_come_last():
+    extra, held = torch.ones(3), torch.ones(HEADS)
+    _, aux = fusion.trace("epilogue", lambda o, b, h, i, d, x: o + x[0] * held[h], CPU, [extra])
+    assert [t is u for t, u in zip(aux, (extra, held), strict=True)] == [True, True]
+
+
+# ---------------------------------------------------------------- epilogues
+def test_epilogue_with_aux():
+    q, k, v = qkv()
+    gain, shift = randn(HEADS, DIM, seed=1), randn(DIM, seed=2)
+
+    def fn(o, b, h, q_idx, d, gain, shift):
+        return o * gain[h, d] + shift[d] + q_idx - 10 * b
+
+    where = torch.arange(SEQLEN_Q)[:, None, None] - 10 * torch.arange(BATCH)[:, None, None, None]
+    plain = xattn.attention(q, k, v)
+    close(xattn.attention(q, k, v, epilogue=Epilogue(fn, (gain, shift))), plain * gain + shift + where)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_residual_and_gate(dtype):
+    q, k, v = qkv(dtype=dtype)
+    x = randn(*q.shape, seed=5, dtype=dtype)
+    plain = xattn.attention(q.float(), k.float(), v.float())
+    for epilogue, wanted in (
+        (epilogues.residual(x), plain + x),
+        (epilogues.gate(x), plain * torch.nn.functional.silu(x.float())),
+    ):
+        got = xattn.attention(q, k, v, epilogue=epilogue)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
+def test_quantize(dtype):
+    q, k, v = qkv()
+    scale = torch.tensor(0.003)  # small: some values are clamped
+    plain = xattn.attention(q, k, v) / scale
+    got = xattn.attention(q, k, v, epilogue=epilogues.quantize(scale, dtype))
+    assert got.dtype == dtype
+    if dtype.is_floating_point:
+        top = torch.finfo(dtype).max
+        wanted = plain.clamp(-top, top).to(dtype)
+        assert (got.float() - wanted.float()).abs().max() <= wanted.float().abs().max() / 8
+        assert (got.float() == wanted.float()).float().mean() > 0.99 and not got.float().isnan().any()
+    else:
+        info = torch.iinfo(dtype)
+        wanted = plain.round().clamp(info.min, info.max)
+        assert (got.float() - wanted).abs().max() <= 1 and (got.float() == wanted).float().mean() > 0.99
+        assert (got == info.max).any() and (got == info.min).any()
+
+
+def test_quantize_takes_one_number_of_any_shape():
+    q, k, v = qkv()
+    one, other = (
+        xattn.attention(q, k, v, epilogue=epilogues.quantize(torch.full(shape, 0.05), torch.int8))
+        for shape in ((), (1, 1))
+    )
+    assert torch.equal(one, other)
+
+
+def test_then():
+    """First the one, then the other, each with its own aux; the last out_dtype counts."""
+    q, k, v = qkv()
+    x, y = randn(*q.shape, seed=5), randn(*q.shape, seed=6)
+    plain, silu = xattn.attention(q, k, v), torch.nn.functional.silu
+    close(xattn.attention(q, k, v, epilogue=epilogues.residual(x).then(epilogues.gate(y))), (plain + x) * silu(y))
+    close(xattn.attention(q, k, v, epilogue=epilogues.gate(y).then(epilogues.residual(x))), plain * silu(y) + x)
+    three = epilogues.residual(x).then(epilogues.gate(y)).then(epilogues.residual(y))
+    close(xattn.attention(q, k, v, epilogue=three), (plain + x) * silu(y) + y)
+    quantized = epilogues.residual(x).then(epilogues.quantize(torch.tensor(0.1), torch.int8))
+    got = xattn.attention(q, k, v, epilogue=quantized)
+    wanted = ((plain + x) / 0.1).round().clamp(-128, 127)
+    assert got.dtype == torch.int8 and (got.float() - wanted).abs().max() <= 1
+    assert Epilogue(lambda o, *_: o, out_dtype=torch.float16).then(epilogues.residual(x)).out_dtype == torch.float16
+
+
+@pytest.mark.parametrize("make", ["residual", "gate"])
+def test_gradients_through_epilogues(make):
+    inputs = [t.requires_grad_() for t in (*qkv(), randn(BATCH, SEQLEN_Q, HEADS, DIM, seed=5))]
+    *parts, x = inputs
+    out = xattn.attention(*parts, epilogue=getattr(epilogues, make)(x))
+    plain = direct(*parts)
+    wanted = plain + x if make == "residual" else plain * torch.nn.functional.silu(x)
+    close(out, wanted)
+    seed = randn(*out.shape, seed=6)
+    for got, want in zip(*(torch.autograd.grad(o, inputs, seed) for o in (out, wanted)), strict=True):
+        assert want.abs().max() > 0.01
+        close(got, want)
+
+
+def test_out_dtype():
+    q, k, v = qkv(dtype=torch.bfloat16)
+    got = xattn.attention(q, k, v, epilogue=Epilogue(lambda o, *_: o * 2, out_dtype=torch.float32))
+    assert got.dtype == torch.float32
+    close(got, 2 * xattn.attention(*(t.float() for t in (q, k, v))))
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ((3,), "fn: got int; allowed: a function"),
+        ((None,), "fn: got NoneType"),
+        ((len, torch.ones(2)), "aux: got Tensor; allowed: a tuple or list of tensors"),
+        ((len, (1.0,)), "aux: got tuple; allowed: a tuple or list of tensors"),
+        ((len, None), "aux: got NoneType"),
+        ((len, (), "fp8"), "out_dtype: got 'fp8'; allowed: a torch.dtype or None"),
+    ],
+)
+def test_epilogue_refuses(args, words):
+    with pytest.raises(TypeError, match=words):
+        Epilogue(*args)
+
+
+def test_epilogue_types():
+    with pytest.raises(TypeError, match="epilogue: got function; allowed: an xattn.Epilogue or None"):
+        xattn.attention(*qkv(), epilogue=lambda o, b, h, i, d: o)
+    with pytest.raises(TypeError, match="other: got int; allowed: an xattn.Epilogue"):
+        Epilogue(lambda o, *_: o).then(3)
+    with pytest.raises(TypeError, match="out_dtype"):
+        xattn.attention(*qkv(), epilogue=Epilogue(lambda o, *_: o, out_dtype=torch.int64))
+    with pytest.raises(TypeError):
+        epilogues.quantize(0.5)
+    with pytest.raises(TypeError):
+        epilogues.residual(None)
+
+
+# ---------------------------------------------------------------- torch.compile
+@pytest.fixture
+def compiled():
+    """``xattn.attention`` compiled, its user functions handed in from outside."""
+    torch._dynamo.reset()
+    yield torch.compile(lambda q, k, v, **mods: xattn.attention(q, k, v, **mods), fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative bias", "documents", "gemma", "T5 buckets", "default argument"])
+def test_compile(compiled, name):
+    mods = MODS[name]()
+    q, k, v = qkv()
+    close(compiled(q, k, v, **mods), xattn.attention(q, k, v, **mods))
+
+
+class Changing:
+    """A function and the means to change what it holds."""
+
+    def __init__(self, value, form):
+        def mod(score, b, h, q_idx, kv_idx):
+            return form(score, value, h, kv_idx)
+
+        def change(new):
+            nonlocal value
+            value = new
+
+        self.mod, self.change = mod, change
+
+
+def by_size(score, table, h, kv_idx):
+    """The size of a captured tensor, as a number of Python's."""
+    return score + table[(kv_idx + h).clamp(max=table.shape[0] - 1)] / table.shape[0]
+
+
+CHANGES = {
+    "float": (lambda s, x, h, j: s * x, [2.0, 3.0, 4.5, 0.5]),
+    "int": (lambda s, x, h, j: s * (j + x), [2, 3, 7, 1]),
+    "int as Python's": (lambda s, x, h, j: sum([s] * x), [1, 3, 4, 7]),
+    "float as Python's": (lambda s, x, h, j: s * math.log(x), [2.0, 3.0, 4.5, 7.0]),
+    "flag": (lambda s, x, h, j: s * 3 if x else s, [True, False, True]),
+    "word": (lambda s, x, h, j: s * 3 if x == "much" else s, ["much", "little", "much"]),
+    "None": (lambda s, x, h, j: s if x is None else s * x, [None, 3.0, None]),
+    "tensor": (lambda s, x, h, j: s * x[h], [randn(HEADS, seed=n) for n in range(3)]),
+    "other function": (lambda s, x, h, j: x(s), [lambda s: s * 2, lambda s: s * 3, torch.tanh]),
+    "size": (by_size, [randn(n, seed=n) for n in (3, 5, 9, 4)]),
+    "tensor of another size": (lambda s, x, h, j: s * x[h], [randn(n, seed=n) for n in (4, 6, 9)]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_compile_sees_what_changes(compiled, name):
+    form, values = CHANGES[name]
+    holder = Changing(values[0], form)
+    q, k, v = qkv()
+    results = []
+    for value in values:
+        holder.change(value)
+        wanted = xattn.attention(q, k, v, score_mod=holder.mod)
+        close(compiled(q, k, v, score_mod=holder.mod), wanted)
+        results.append(wanted)
+    assert not torch.allclose(results[0], results[1], atol=1e-4), "the values make no difference"
+
+
+FACTOR = 2.0
+
+
+def by_global(score, b, h, q_idx, kv_idx):
+    return score * FACTOR
+
+
+def test_compile_sees_a_global_change(compiled, monkeypatch):
+    q, k, v = qkv()
+    for factor in (2.0, 5.0, 0.1):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        close(compiled(q, k, v, score_mod=by_global), direct(q, k, v, lambda s, *_, factor=factor: s * factor))
+
+
+def test_compile_once_for_new_tensors_and_whole_numbers(compiled):
+    torch._dynamo.utils.counters.clear()
+    q, k, v = qkv()
+
+    def make(table, shift):
+        return lambda s, b, h, i, j: s + table[h] * (i - j + shift)
+
+    for n in range(2, 7):
+        mods = {"score_mod": make(randn(HEADS, seed=n), n)}
+        close(compiled(q, k, v, **mods), xattn.attention(q, k, v, **mods))
+    assert graphs() <= 2, "the first, and one where the number is an argument"
+
+
+def test_compile_gradients_of_captured_tensors(compiled):
+    table = randn(HEADS, seed=1).requires_grad_()
+    q, k, v = (t.requires_grad_() for t in qkv())
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * torch.sigmoid(table)[h]
+
+    seed = randn(*q.shape, seed=3)
+    for _ in range(2):
+        got, want = (
+            torch.autograd.grad(f(q, k, v, score_mod=mod), [q, k, v, table], seed) for f in (compiled, xattn.attention)
+        )
+        for x, y in zip(got, want, strict=True):
+            close(x, y)
+        with torch.no_grad():
+            table.add_(1.0)
+
+
+def test_compile_epilogues(compiled):
+    q, k, v = qkv()
+    for seed in (1, 2):
+        x, bias = randn(*q.shape, seed=seed), randn(HEADS, seed=seed)
+        for epilogue in (
+            epilogues.residual(x).then(epilogues.gate(x)),
+            Epilogue(lambda o, b, h, i, d, bias: o + bias[h], (bias,)),
+            epilogues.quantize(torch.tensor(0.1 * seed), torch.int8),
+        ):
+            got, want = (f(q, k, v, epilogue=epilogue) for f in (compiled, xattn.attention))
+            assert got.dtype == want.dtype
+            close(got.float(), want.float())
+
+
+class Holder:
+    def __init__(self):
+        self.factor, self.table = 2.0, torch.ones(HEADS)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.factor
+
+
+@pytest.mark.parametrize("what", ["object", "list", "attribute", "tensor of its own"])
+def test_compile_refuses_what_might_change_unseen(compiled, what):
+    holder, values = Holder(), [2.0]
+    mod, words = {
+        "object": (holder, "an object, Holder"),
+        "list": (lambda s, b, h, i, j: s * values[0], r"values \(list\)"),
+        "attribute": (lambda s, b, h, i, j: s * holder.factor, r"holder \(Holder\)"),
+        "tensor of its own": (lambda s, b, h, i, j: s * torch.tensor([1.0, 2.0, 3.0, 4.0])[h], "tensor of its own"),
+    }[what]
+    with pytest.raises(Exception, match=f"(?s)score_mod: .*{words}.*hold"):
+        compiled(*qkv(), score_mod=mod)
+    assert xattn.attention(*qkv(), score_mod=mod).shape == (BATCH, SEQLEN_Q, HEADS, DIM)
+
+
+@pytest.mark.parametrize("role", ["score_mod", "mask_mod", "epilogue"])
+def test_export_refuses(role):
+    options = {
+        "score_mod": {"score_mod": lambda s, b, h, i, j: s * 2},
+        "mask_mod": {"mask_mod": lambda b, h, i, j: i >= j},
+        "epilogue": {"epilogue": Epilogue(lambda o, b, h, i, d: o * 2)},
+    }[role]
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return xattn.attention(q, k, v, **options)
+
+    with pytest.raises(UnsupportedError, match=f"{role}: user functions do not travel in exported modules"):
+        torch.export.export(Model(), tuple(qkv()), strict=False)

@@ -1,0 +1,120 @@
+"""Environment variables: what is taken, what is refused, and that none is read elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import xattn
+from xattn import settings
+
+PACKAGE = Path(xattn.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in [*settings.VARIABLES, "XDG_CACHE_HOME"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert settings.cache_dir() == tmp_path / ".cache" / "xattn"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert settings.cache_dir() == tmp_path / "xdg" / "xattn"
+    monkeypatch.setenv("XATTN_CACHE_DIR", "~/own")
+    assert settings.cache_dir() == tmp_path / "own"
+    monkeypatch.setenv("XATTN_CACHE_DIR", "")
+    assert settings.cache_dir() == tmp_path / "xdg" / "xattn"
+    assert not list(tmp_path.iterdir()), "asking created something"
+
+
+@pytest.mark.parametrize("text, level", [("", None), ("debug", "DEBUG"), ("INFO", "INFO"), ("Critical", "CRITICAL")])
+def test_log_level(monkeypatch, text, level):
+    monkeypatch.setenv("XATTN_LOG_LEVEL", text)
+    assert settings.log_level() == level
+
+
+@pytest.mark.parametrize("text", ["LOUD", "10", " INFO"])
+def test_log_level_refuses(monkeypatch, text):
+    monkeypatch.setenv("XATTN_LOG_LEVEL", text)
+    with pytest.raises(ValueError, match="XATTN_LOG_LEVEL is .*; allowed: DEBUG, INFO, WARNING, ERROR, CRITICAL"):
+        settings.log_level()
+
+
+@pytest.mark.parametrize(
+    "text, archs", [(None, ()), ("", ()), ("sm_90", ("sm_90",)), (" sm_90 ,gfx942,, ", ("sm_90", "gfx942"))]
+)
+def test_archs(monkeypatch, text, archs):
+    if text is not None:
+        monkeypatch.setenv("XATTN_ARCHS", text)
+    assert settings.archs() == archs
+
+
+def test_validate_on_device(monkeypatch):
+    assert settings.validate_on_device() is False
+    monkeypatch.setenv("XATTN_VALIDATE", "")
+    assert settings.validate_on_device() is False
+    monkeypatch.setenv("XATTN_VALIDATE", "device")
+    assert settings.validate_on_device() is True
+    for text in ("1", "true", "Device", "none"):
+        monkeypatch.setenv("XATTN_VALIDATE", text)
+        with pytest.raises(ValueError, match=f"XATTN_VALIDATE is '{text}'; allowed: 'device' or unset"):
+            settings.validate_on_device()
+
+
+def test_validate_reaches_a_call(monkeypatch):
+    import torch
+
+    q = torch.randn(1, 2, 1, 16)
+    monkeypatch.setenv("XATTN_VALIDATE", "device")
+    assert xattn.attention(q, q, q).shape == q.shape
+    monkeypatch.setenv("XATTN_VALIDATE", "everything")
+    with pytest.raises(ValueError, match="XATTN_VALIDATE"):
+        xattn.attention(q, q, q)
+
+
+def test_visible_devices(monkeypatch):
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert settings.visible_devices() == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert settings.visible_devices() == {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_log_level_sets_the_logger():
+    code = "import logging, xattn; print(logging.getLogger('xattn').level)"
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "XATTN_LOG_LEVEL": "debug"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "10", done.stderr
+
+
+def test_variables_are_read_here_only():
+    """No other module of the package reads the environment; setting a variable for another package is no reading."""
+    guilty = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path == PACKAGE / "settings.py":
+            continue
+        tree = ast.parse(path.read_text())
+        written = [n.value for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+        for node in ast.walk(tree):
+            if node in written:
+                continue
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if name in ("environ", "getenv", "environb"):
+                guilty.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not guilty
+
+
+def test_every_variable_read_is_listed():
+    tree = ast.parse((PACKAGE / "settings.py").read_text())
+    words = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert {w for w in words if w.startswith("XATTN_") and w.isupper() and " " not in w} == set(settings.VARIABLES)
+    assert all(settings.VARIABLES.values())

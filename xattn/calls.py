@@ -1,0 +1,249 @@
+"""From the arguments of the public functions to the ops: one way for every kind of call, and for ``explain``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import autograd, dispatch, fusion, ops, paging, rng, validate
+from .device import of as device_of
+from .errors import UnsupportedError
+from .fusion import Epilogue
+from .inputs import Inputs, Mod
+from .rotary import Rotary
+
+_TENSORS = {
+    "attention": ("q", "k", "v"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+    "paged": ("q", "k_cache", "v_cache", "page_table", "seqlens_k"),
+}
+_OPTIONAL = ("attn_mask", "alibi_slopes", "sinks", "seqused_k", "dropout_rng", "out")
+_OPTIONAL_PAGED = ("cu_seqlens_q", "k_new", "v_new", "cu_seqlens_new")
+_COUNTS = {"attention": (), "varlen": ("max_seqlen_q", "max_seqlen_k"), "paged": ("max_seqlen_q", "max_seqlen_k")}
+_FUNCTIONS = ("score_mod", "mask_mod", "epilogue")
+_NOT_OF_THE_OP = ("window", "out", "k_new", "v_new", "cu_seqlens_new", "rotary", *_FUNCTIONS)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in the terms of the ops. ``append``: the arguments of append_paged, None where no token is written."""
+
+    kind: str
+    positional: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Tensor | None
+    append: dict[str, Any] | None
+    rotary: Rotary | None
+
+
+def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
+    """Python values checked, scales as tensors; with ``trace`` user functions are traced and dropout is drawn."""
+    tensors = _TENSORS[kind]
+    for name in tensors:
+        validate.tensor(name, given[name], optional=False)
+    for name in (*_OPTIONAL, *(_OPTIONAL_PAGED if kind == "paged" else ())):
+        validate.tensor(name, given.get(name))
+    kwargs = {name: value for name, value in given.items() if name not in tensors and name not in _NOT_OF_THE_OP}
+    for name in _COUNTS[kind]:
+        if kind == "varlen" or kwargs[name] is not None:
+            kwargs[name] = validate.count(name, kwargs[name])
+    _numbers(kwargs, given)
+    q = given["q"]
+    for name in ("q_scale", "k_scale", "v_scale"):
+        kwargs[name] = validate.scale(name, kwargs[name], q)
+    if kwargs["dropout_p"] > 0 and kwargs["dropout_rng"] is None and kind != "paged":
+        if trace:
+            kwargs["dropout_rng"] = rng.draw(q.device)
+        else:
+            kwargs["dropout_rng"] = torch.empty(2, dtype=torch.int64, device=q.device)
+    _functions(kwargs, given, q.device, trace)
+    positional = tuple(given[name] for name in tensors)
+    if kind == "varlen":
+        positional += (kwargs.pop("max_seqlen_q"), kwargs.pop("max_seqlen_k"))
+    if kind != "paged":
+        return Call(kind, positional, kwargs, given["out"], None, None)
+    append = _append(given, kwargs)
+    if append is not None:
+        if not torch.compiler.is_compiling():
+            _validate_append(append)
+        new, offsets = append["k_new"], append["cu_seqlens_new"]
+        lengths = given["seqlens_k"] + (new.shape[1] if offsets is None else offsets[1:] - offsets[:-1])
+        positional = (*positional[:4], lengths)
+    return Call(kind, positional, kwargs, given["out"], append, given["rotary"])
+
+
+def run(call: Call) -> Any:
+    """Makes the call: everything the host can see is checked before anything is written."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
+        inputs = ops.record(call.kind, call.positional, call.kwargs)
+        check(call, inputs)
+        dispatch.cached_plan(
+            inputs.problem(asked(inputs)), inputs.size_bucket(), device_of(inputs.q.device), inputs.backend
+        )
+        if call.append is not None:
+            validate.values(replace(inputs, seqlens_k=call.append["seqlens_k"]))
+    if call.append is not None:
+        torch.ops.xattn.append_paged(**call.append)
+    positional = call.positional
+    if call.rotary is not None:
+        q, _, _, _, lengths = positional
+        at = _query_positions(q, lengths, call.kwargs["cu_seqlens_q"])
+        turned = torch.ops.xattn.rotary(q, at, call.rotary.cos, call.rotary.sin, call.rotary.interleaved)
+        positional = (turned, *positional[1:])
+    if not compiling and autograd.transforms_active():
+        inputs = ops.record(call.kind, positional, call.kwargs)
+        wanted = [t is not None and t.is_floating_point() and t.dtype.itemsize > 1 for _, t in inputs.differentiable()]
+        needs = wanted if call.kind != "paged" else None
+        result, lse = autograd.Attention.apply(inputs.without_tensors(), needs, *inputs.flat())
+    elif call.kind == "attention":
+        result, lse = torch.ops.xattn.attention(*positional, **call.kwargs)
+    elif call.kind == "varlen":
+        result, lse = torch.ops.xattn.attention_varlen(*positional, **call.kwargs)
+    else:
+        result, lse = torch.ops.xattn.attention_paged(*positional, **call.kwargs)
+    if call.out is not None:
+        result = call.out.copy_(result)
+    return (result, lse) if call.kwargs["return_lse"] else result
+
+
+def describe(kind: str, given: dict[str, Any]) -> Inputs:
+    """The record of a call that is not made, checked as if it were; user functions are noted, not traced."""
+    call = normalise(kind, given, trace=False)
+    epilogue = given["epilogue"]
+    device = given["q"].device
+    inputs = replace(
+        ops.record(kind, call.positional, call.kwargs),
+        score_mod=_noted("score_mod", given["score_mod"]),
+        score_mod_aux=_stand_ins(_held(given["score_mod"]), device),
+        mask_mod=_noted("mask_mod", given["mask_mod"]),
+        epilogue=_noted("epilogue", epilogue.fn if epilogue else None),
+        epilogue_aux=_stand_ins([*epilogue.aux, *_held(epilogue.fn)], device) if epilogue else (),
+    )
+    check(call, inputs)
+    return inputs
+
+
+def check(call: Call, inputs: Inputs) -> None:
+    """What the host can see of a call's tensors, those that are written to included."""
+    grads = asked(inputs)
+    validate.call(inputs, grads)
+    if call.rotary is not None:
+        call.rotary.check(inputs.q)
+    if call.out is not None:
+        _check_out(inputs, grads, call.out)
+
+
+def asked(inputs: Inputs) -> tuple[str, ...]:
+    """The arguments whose gradient a call asks for."""
+    if not torch.is_grad_enabled():
+        return ()
+    return tuple(dict.fromkeys(name for name, t in inputs.differentiable() if t is not None and t.requires_grad))
+
+
+# ---------------------------------------------------------------- parts
+def _numbers(kwargs: dict[str, Any], given: dict[str, Any]) -> None:
+    for name in ("causal", "return_lse"):
+        validate.flag(name, kwargs[name])
+    if kwargs["deterministic"] is not None:
+        validate.flag("deterministic", kwargs["deterministic"])
+    if kwargs["softmax_scale"] is not None:
+        kwargs["softmax_scale"] = validate.number("softmax_scale", kwargs["softmax_scale"])
+    kwargs["softcap"] = validate.number("softcap", kwargs["softcap"], low=0.0)
+    kwargs["dropout_p"] = validate.number("dropout_p", kwargs["dropout_p"], 0.0, 1.0)
+    if kwargs["backend"] is not None and not isinstance(kwargs["backend"], str):
+        validate.fail("backend", type(kwargs["backend"]).__name__, "the name of a backend, or None", TypeError)
+    if "num_splits" in kwargs and kwargs["num_splits"] is not None:
+        kwargs["num_splits"] = validate.count("num_splits", kwargs["num_splits"], 1)
+    if "kv_layout" in kwargs and not isinstance(kwargs["kv_layout"], str):
+        validate.fail("kv_layout", type(kwargs["kv_layout"]).__name__, "'NHD' or 'HND'", TypeError)
+    kwargs["window_left"], kwargs["window_right"] = validate.window(given["window"])
+
+
+def _functions(kwargs: dict[str, Any], given: dict[str, Any], device: torch.device, trace: bool) -> None:
+    epilogue = given["epilogue"]
+    if epilogue is not None and not isinstance(epilogue, Epilogue):
+        validate.fail("epilogue", type(epilogue).__name__, "an xattn.Epilogue or None", TypeError)
+    for role in ("score_mod", "mask_mod"):
+        if given[role] is not None and not callable(given[role]):
+            validate.fail(role, type(given[role]).__name__, "a function, or None", TypeError)
+    if epilogue is not None:
+        kwargs["out_dtype"] = epilogue.out_dtype
+    if not trace:
+        return
+    for role in _FUNCTIONS:
+        if given[role] is None:
+            continue
+        if torch.compiler.is_exporting():
+            raise UnsupportedError(f"{role}: user functions do not travel in exported modules; export without it")
+        fn, aux = (epilogue.fn, epilogue.aux) if role == "epilogue" and epilogue else (given[role], ())
+        key, tensors = fusion.trace(role, fn, device, aux)
+        kwargs[role], kwargs[f"{role}_aux"] = key, tensors or None
+
+
+def _append(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of append_paged."""
+    rotary = given["rotary"]
+    if rotary is not None and not isinstance(rotary, Rotary):
+        validate.fail("rotary", type(rotary).__name__, "an xattn.Rotary or None", TypeError)
+    if given["k_new"] is None:
+        for name in ("v_new", "cu_seqlens_new"):
+            if given[name] is not None:
+                validate.fail("k_new", None, f"a tensor, where {name} is given")
+        return None
+    names = ("k_cache", "v_cache", "page_table", "seqlens_k", "k_new", "v_new", "cu_seqlens_new", "kv_layout")
+    append = {name: given[name] for name in names}
+    append["k_scale"], append["v_scale"] = kwargs["k_scale"], kwargs["v_scale"]
+    if rotary is not None:
+        append["rotary_cos"], append["rotary_sin"] = rotary.cos, rotary.sin
+        append["rotary_interleaved"] = rotary.interleaved
+    return append
+
+
+def _validate_append(append: dict[str, Any]) -> None:
+    for name in ("k_new", "v_new"):
+        if append[name] is not None and append[name].requires_grad and torch.is_grad_enabled():
+            allowed = "attention_paged has no gradient: call it under torch.no_grad()"
+            validate.fail(name, "a tensor that requires a gradient", allowed, RuntimeError)
+    validate.append(**{name: value for name, value in append.items() if not name.startswith("rotary")})
+    if "rotary_cos" in append:
+        Rotary(append["rotary_cos"], append["rotary_sin"], append["rotary_interleaved"]).check(append["k_new"])
+
+
+def _check_out(inputs: Inputs, grads: Sequence[str], out: Tensor) -> None:
+    if grads or (torch.is_grad_enabled() and out.requires_grad):
+        allowed = "out only under torch.no_grad(), or for inputs without gradients"
+        validate.fail("out", "a gradient is asked for", allowed, RuntimeError)
+    if out.layout is not torch.strided:
+        validate.fail("out", str(out.layout), "a dense (strided) tensor")
+    wanted = (inputs.out_shape, inputs.dtype_out, inputs.q.device)
+    if (tuple(out.shape), out.dtype, out.device) != wanted:
+        got = f"shape {tuple(out.shape)}, {out.dtype}, {out.device}"
+        validate.fail("out", got, f"shape {wanted[0]}, {wanted[1]}, {wanted[2]}")
+
+
+def _query_positions(q: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """The position of each query in its sequence."""
+    if cu_seqlens_q is None:
+        return lengths.long()[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
+    first = lengths - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])
+    _, position, exists = paging.token_positions(first, q, cu_seqlens_q)
+    return torch.where(exists, position, 0)
+
+
+def _noted(role: str, fn: Any) -> Mod | None:
+    return None if fn is None else Mod(role, fn, fn)
+
+
+def _held(fn: Any) -> list[Tensor]:
+    """The tensors that a user's function holds."""
+    return [fusion.captured.at(fn, path) for path in fusion.captured.tensors(fn)]
+
+
+def _stand_ins(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors that ask for a gradient where the given ones do, and are nothing else."""
+    return tuple(torch.empty(0, device=device, requires_grad=t.requires_grad) for t in tensors)

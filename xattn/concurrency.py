@@ -1,0 +1,50 @@
+"""Locks that survive fork, and torch.func transforms that work inside kernels."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class ForkSafeLock:
+    """A lock that is free in a forked child, whoever held it in the parent."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+def transforms_enabled() -> Any:
+    """A context in which torch.func's transforms work inside a kernel.
+
+    A kernel called below a dispatch mode (compiled code's first run, a flop counter) finds their dispatch keys
+    excluded; here they are let in.
+    """
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (
+        keys.FuncTorchBatched,
+        keys.FuncTorchBatchedDecomposition,
+        keys.FuncTorchVmapMode,
+        keys.FuncTorchGradWrapper,
+        keys.FuncTorchDynamicLayerFrontMode,
+        keys.FuncTorchDynamicLayerBackMode,
+    ):
+        excluded = excluded - torch._C.DispatchKeySet(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
