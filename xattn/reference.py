@@ -53,7 +53,7 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
     if x.softcap:
         s = x.softcap * torch.tanh(s / x.softcap)
     if x.score_mod is not None:
-        aux = [t[f"score_mod_aux{n}"] for n in range(len(x.score_mod_aux))]
+        aux = [t.get(f"score_mod_aux{n}", a) for n, a in enumerate(x.score_mod_aux)]
         s = x.score_mod.eager(s, *at, q_idx, j, *aux).to(s.dtype)
     if "alibi_slopes" in t:
         s = s - t["alibi_slopes"][..., None, None] * (i + (seqlen_k - seqlen_q) - j).abs()
@@ -91,7 +91,7 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
     if "v_scale" in t:
         o = o * _per_head(t["v_scale"], hq)
     if x.epilogue is not None:
-        aux = [t[f"epilogue_aux{n}"] for n in range(len(x.epilogue_aux))]
+        aux = [t.get(f"epilogue_aux{n}", a) for n, a in enumerate(x.epilogue_aux)]
         o = x.epilogue.eager(o, *at, q_idx, torch.arange(dv, device=q.device), *aux)
     if isinstance(seqlen_q, Tensor):  # rows of padding
         o, lse = torch.where(i < seqlen_q, o, 0), torch.where((i < seqlen_q)[..., 0], lse, -math.inf)

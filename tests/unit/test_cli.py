@@ -23,7 +23,8 @@ Q = ("--q", "2,1024,32,128", "--kv", "2,1024,8,128")
 
 def run(*args: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
     return subprocess.run([sys.executable, *args], env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 

@@ -137,12 +137,10 @@ def test_backward_gives_what_is_wanted(monkeypatch):
 
 
 def test_run_records_no_gradient(monkeypatch):
-    eager = flex._attend
-    monkeypatch.setattr(flex, "_attend", lambda x, q, k, v: eager(x, q, k, v, compiled=False))
+    monkeypatch.setattr(flex, "_attend", lambda x, q, k, v: (q * 2, k * 2))
     x = inputs(window=(5, None))
     x.k.requires_grad_()
-    out, lse = flex._run(x, ())
-    assert not out.requires_grad and not lse.requires_grad
+    assert not any(t.requires_grad for t in flex._run(x, ()))
 
 
 def test_numbers_and_tensors_make_no_new_function():

@@ -71,12 +71,12 @@ def all_equal(got, wanted) -> None:
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled():
     """compile(function, ...), with nothing left over from another test; and how many graphs there were."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", False)  # equal sizes are a coincidence here
-    yield functools.partial(torch.compile, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.fx.experimental._config.patch(use_duck_shape=False):  # equal sizes are a coincidence here
+        yield functools.partial(torch.compile, fullgraph=True, dynamic=True, backend="aot_eager")
     torch._dynamo.reset()
 
 
@@ -94,6 +94,7 @@ def test_all_ops_are_tested_here():
         "attention_backward",
         "attention_varlen_backward",
         "append_paged",
+        "rotary",
     }
 
 

@@ -59,5 +59,5 @@ class epilogues:
         if dtype.is_floating_point:
             top = torch.finfo(dtype).max
             return Epilogue(lambda o, b, h, q_idx, d, s: (o / s.reshape(())).clamp(-top, top), (scale,), dtype)
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        low, high = float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
         return Epilogue(lambda o, b, h, q_idx, d, s: (o / s.reshape(())).round().clamp(low, high), (scale,), dtype)

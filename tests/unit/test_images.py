@@ -1,0 +1,121 @@
+"""The image store: addresses, files that are whole or nothing, broken files, folders that cannot be written to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import replace
+
+import pytest
+
+from xattn import images
+from xattn.images import Image, ImageError, ImageSpec, Store
+
+SPEC = ImageSpec("arch/sm80/forward.cu", (("element", "bf16"), ("head_dim", 64), ("softcap", False)), "sm_80")
+
+
+def image(spec: ImageSpec = SPEC, code: bytes = b"code") -> Image:
+    return Image(spec.key(), spec.arch, "cubin", spec.name(), "a compiler 1.0", code)
+
+
+def store(tmp_path) -> Store:
+    return Store(shipped=(tmp_path / "shipped",), cache=tmp_path / "cache")
+
+
+def test_a_put_image_is_found_and_private(tmp_path):
+    s = store(tmp_path)
+    assert s.find(SPEC) is None
+    path = s.put(image())
+    assert replace(s.find(SPEC), path="") == image()
+    assert [i.key for i in s] == [SPEC.key()]
+    assert os.stat(path.parent).st_mode & 0o077 == 0 and os.stat(path.parent.parent).st_mode & 0o077 == 0
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_the_wheel_comes_first(tmp_path):
+    s = store(tmp_path)
+    images.publish(image(code=b"shipped"), tmp_path / "shipped")
+    s.put(image(code=b"cached"))
+    assert s.find(SPEC).code == b"shipped"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SPEC, arch="sm_90"),
+        replace(SPEC, entry="arch/cdna/forward.hip"),
+        replace(SPEC, config=(*SPEC.config[:-1], ("softcap", True))),
+    ],
+    ids=["arch", "source", "config"],
+)
+def test_the_address_tells_apart(other):
+    assert other.key() != SPEC.key()
+
+
+def test_the_address_depends_on_every_header(monkeypatch):
+    before, text = SPEC.key(), dict(images.sources(SPEC.entry))
+    assert "kernels/softmax.h" in text and images.CONFIG_HEADER not in text
+    text["kernels/softmax.h"] += "\n"
+    monkeypatch.setattr(images, "sources", lambda entry: text)
+    assert SPEC.key() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(images, "PARAMS_VERSION", images.PARAMS_VERSION + 1)
+    assert SPEC.key() != before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [  # noqa: E501
+        lambda d: d[:-1],
+        lambda d: d[:20],
+        lambda d: b"",
+        lambda d: d[:-1] + b"x",
+        lambda d: b"x" + d,
+        lambda d: d + b"x",
+    ],
+    ids=["last byte", "header", "empty", "changed", "magic", "longer"],
+)
+def test_a_broken_file_is_noticed_and_removed(tmp_path, caplog, spoil):
+    s = store(tmp_path)
+    path = s.put(image())
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(ImageError):
+        images.decode(path.read_bytes())
+    assert s.find(SPEC) is None and not path.exists() and "passed over" in caplog.text
+
+
+def test_an_image_under_a_wrong_name_is_not_taken(tmp_path):
+    s = store(tmp_path)
+    other = replace(SPEC, arch="sm_90")
+    path = s.put(image(other))
+    target = path.parent.parent / "sm_80" / f"{SPEC.key()}.image"
+    target.parent.mkdir()
+    target.write_bytes(path.read_bytes())
+    assert s.find(SPEC) is None
+
+
+def test_a_disk_that_takes_nothing(tmp_path, caplog, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    s = store(tmp_path)
+    monkeypatch.setattr(os, "fsync", full)
+    assert s.put(image()) is None and "No space left" in caplog.text
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
+    (tmp_path / "file").write_text("")
+    assert Store(shipped=(), cache=tmp_path / "file").put(image()) is None
+
+
+def _put(folder) -> bool:
+    s = Store(shipped=(), cache=folder)
+    for _ in range(20):
+        s.put(image(code=bytes(200_000)))
+        found = s.find(SPEC)
+        if found is None or len(found.code) != 200_000:
+            return False
+    return True
+
+
+def test_many_processes_at_once(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        assert all(pool.map(_put, [tmp_path] * 4))
