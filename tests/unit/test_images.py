@@ -65,7 +65,7 @@ def test_the_address_depends_on_every_header(monkeypatch):
 
 @pytest.mark.parametrize(
     "spoil",
-    [  # noqa: E501
+    [
         lambda d: d[:-1],
         lambda d: d[:20],
         lambda d: b"",
