@@ -82,9 +82,9 @@ def run(call: Call) -> Any:
     if not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
         inputs = ops.record(call.kind, call.positional, call.kwargs)
         check(call, inputs)
-        dispatch.cached_plan(
-            inputs.problem(asked(inputs)), inputs.size_bucket(), device_of(inputs.q.device), inputs.backend
-        )
+        at, backend = device_of(inputs.q.device), inputs.backend
+        found = dispatch.plan(inputs.problem(asked(inputs)), inputs.size_bucket(), at, backend=backend)
+        dispatch.must_answer(found, backend)
         if call.append is not None:
             validate.values(replace(inputs, seqlens_k=call.append["seqlens_k"]))
     if call.append is not None:
@@ -92,8 +92,8 @@ def run(call: Call) -> Any:
     positional = call.positional
     if call.rotary is not None:
         q, _, _, _, lengths = positional
-        at = _query_positions(q, lengths, call.kwargs["cu_seqlens_q"])
-        turned = torch.ops.xattn.rotary(q, at, call.rotary.cos, call.rotary.sin, call.rotary.interleaved)
+        positions = _query_positions(q, lengths, call.kwargs["cu_seqlens_q"])
+        turned = torch.ops.xattn.rotary(q, positions, call.rotary.cos, call.rotary.sin, call.rotary.interleaved)
         positional = (turned, *positional[1:])
     if not compiling and autograd.transforms_active():
         inputs = ops.record(call.kind, positional, call.kwargs)

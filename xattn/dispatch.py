@@ -124,12 +124,17 @@ def cached_plan(problem: Problem, size: SizeBucket, device: Device, backend: str
             if len(_plans) > _MOST_PLANS:
                 _plans.popitem(last=False)
         log.debug("plan: %s", found)
-    if found.backend is None:
-        who = "no backend answers" if backend is None else f"backend {backend!r} does not answer"
-        raise UnsupportedError(f"{who}: {problem}\non {device}", dict(found.rejected))
+    must_answer(found, backend)
     if not found.native and device.vendor != "cpu" and backend is None:
         _tell(found)
     return found
+
+
+def must_answer(found: Plan, backend: str | None) -> None:
+    """Raises UnsupportedError, with every refusal, where no backend answers."""
+    if found.backend is None:
+        who = "no backend answers" if backend is None else f"backend {backend!r} does not answer"
+        raise UnsupportedError(f"{who}: {found.problem}\non {found.device}", dict(found.rejected))
 
 
 def give_up(found: Plan, reason: str) -> None:
