@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.overrides import TorchFunctionMode
 
 from ..concurrency import ForkSafeLock, transforms_enabled
@@ -73,17 +69,25 @@ def _trace_compiled(
     key = _key(role, fn, str(device), dims, len(aux), True, constants)
     if key:
         return key, [*aux, *tensors, *[_as_tensor(n, device) for n in numbers]]
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
     sizes = [guard_scalar(n) for t in (*aux, *tensors) for n in t.shape]
     key = _key(role, fn, str(device), dims, len(aux), False, (*constants, *[guard_scalar(n) for n in numbers], *sizes))
     return key, [*aux, *tensors]
 
 
-@torch._dynamo.assume_constant_result
+def _constant_in_compiled_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch._dynamo.assume_constant_result, without importing the compiler, which takes a second."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+@_constant_in_compiled_code
 def _paths(fn: Callable[..., Any]) -> tuple[tuple[captured.Path, ...], ...]:
     return captured.tensors(fn), captured.numbers(fn), captured.constants(fn)
 
 
-@torch._dynamo.assume_constant_result
+@_constant_in_compiled_code
 def _key(
     role: str, fn: Callable[..., Any], device: str, dims: tuple[int, ...], given: int, free: bool, watched: tuple
 ) -> str:
@@ -98,6 +102,8 @@ def _key(
             "variables of the function around it: changes of anything else would go unnoticed."
         )
     where = torch.device(device)
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     with unset_fake_temporarily(), torch.no_grad():
         paths = captured.tensors(fn)
         aux = [torch.zeros((1,) * n, device=where) for n in dims[:given]]
@@ -156,6 +162,9 @@ def _trace(
         return result
 
     try:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # slow to import
+        from torch.fx.experimental.proxy_tensor import make_fx
+
         with _tracing, temporarily_clear_interpreter_stack():
             graph = make_fx(call)(*map(_unwrapped, example))
     except Exception as error:
