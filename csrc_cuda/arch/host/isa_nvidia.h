@@ -2,56 +2,12 @@
 // and "ldmatrix".
 #pragma once
 
-#include <cmath>
-
-#include "arch/host/fibres.h"
-#include "arch/host/floats.h"
+#include "arch/host/isa_lanes.h"
 
 namespace xattn {
 
-struct IsaHostNvidia {
-    using Block = host::Block;
+struct IsaHostNvidia : IsaHostLanes<32> {
     static constexpr int kWarp = 32;
-
-    static int thread_index() { return Block::current->fibre->index; }
-    static u32 block_index() { return Block::current->block_index; }
-    static void barrier() { Block::current->barrier(); }
-    static void warp_barrier() {
-        Block::current->in_warp(nullptr, [](auto&) {});
-    }
-    static bool any(bool x) {
-        bool mine = x;
-        Block::current->in_warp(&mine, [](std::vector<void*>& lanes) {
-            bool all = false;
-            for (void* l : lanes) all |= *static_cast<bool*>(l);
-            for (void* l : lanes) *static_cast<bool*>(l) = all;
-        });
-        return mine;
-    }
-    static float shuffle_xor(float x, int mask) {
-        float mine = x;
-        Block::current->in_warp(&mine, [mask](std::vector<void*>& lanes) {
-            float old[kWarp];
-            for (int l = 0; l < kWarp; ++l) old[l] = *static_cast<float*>(lanes[l]);
-            for (int l = 0; l < kWarp; ++l) *static_cast<float*>(lanes[l]) = old[l ^ mask];
-        });
-        return mine;
-    }
-    static s32 fresh(s32 x) { return x; }
-
-    static float infinity() { return INFINITY; }
-    static float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
-    static float divide(float a, float b) { return a / b; }
-    static float exp2(float x) { return std::exp2f(x); }
-    static float log2(float x) { return std::log2f(x); }
-    template <class Element>
-    static u32 pack(Element, float low, float high) {
-        return u32(host::round_to<Element>(low)) | u32(host::round_to<Element>(high)) << 16;
-    }
-    template <class Element>
-    static float widen(Element x) {
-        return host::to_float(x);
-    }
 
     static void cp_async(u32 target, const u16* source, bool valid) {
         Block::current->copy_async(target, valid ? source : nullptr);

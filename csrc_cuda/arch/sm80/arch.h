@@ -18,16 +18,18 @@
 // the right.
 #pragma once
 
-#include "kernels/platform.h"
+#include "kernels/arch_base.h"
 
 namespace xattn {
 
 template <class Isa>
-struct Sm80 {
+struct Sm80 : ArchBase<Isa, 8, 1, 2> {
+    using Base = ArchBase<Isa, 8, 1, 2>;
+    using Base::kElements;
+    using typename Base::Accumulator;
+    using typename Base::Shared;
     static constexpr int kWarpSize = 32;
     static constexpr int kRowsPerLane = 2;
-    static constexpr int kElements = 8;
-    using Shared = u32;  // an address in shared memory
 
     struct OperandA {
         u32 x[4];
@@ -35,48 +37,11 @@ struct Sm80 {
     struct OperandB {
         u32 x[4];  // [column half][k half]
     };
-    struct Accumulator {
-        float x[kElements];
-        XATTN_DEVICE void clear() {
-            XATTN_UNROLL
-            for (int e = 0; e < kElements; ++e) x[e] = 0.0f;
-        }
-    };
 
     XATTN_DEVICE static constexpr int row_slot(int e) { return (e >> 1) & 1; }
     XATTN_DEVICE static int row_of(int lane, int slot) { return (lane >> 2) + 8 * slot; }
     XATTN_DEVICE static int col_of(int lane, int e) { return 8 * (e >> 2) + 2 * (lane & 3) + (e & 1); }
     XATTN_DEVICE static bool first_of_row(int lane) { return (lane & 3) == 0; }
-
-    XATTN_DEVICE static int thread_index() { return Isa::thread_index(); }
-    XATTN_DEVICE static u32 block_index() { return Isa::block_index(); }
-    XATTN_DEVICE static void barrier() { Isa::barrier(); }
-    XATTN_DEVICE static void warp_barrier() { Isa::warp_barrier(); }
-    XATTN_DEVICE static bool any(bool x) { return Isa::any(x); }
-
-    // The same number, of which the compiler knows nothing: what depends on it is computed here, not ahead of the loop,
-    // where it would cost registers.
-    XATTN_DEVICE static s32 fresh(s32 x) { return Isa::fresh(x); }
-
-    XATTN_DEVICE static float infinity() { return Isa::infinity(); }
-    XATTN_DEVICE static float fma(float a, float b, float c) { return Isa::fma(a, b, c); }
-    XATTN_DEVICE static float exp2(float x) { return Isa::exp2(x); }
-    XATTN_DEVICE static float log2(float x) { return Isa::log2(x); }
-    // (1 - e) / (1 + e) with e = exp(-2 |x|): exact to the rounding of the exponential, which tanh.approx is not.
-    XATTN_DEVICE static float tanh(float x) {
-        const float e = exp2(-2.0f * kLog2e * (x < 0.0f ? -x : x));
-        const float y = Isa::divide(1.0f - e, 1.0f + e);
-        return x < 0.0f ? -y : y;
-    }
-
-    XATTN_DEVICE static float row_max(float x) {
-        x = max_of(x, Isa::shuffle_xor(x, 1));
-        return max_of(x, Isa::shuffle_xor(x, 2));
-    }
-    XATTN_DEVICE static float row_sum(float x) {
-        x += Isa::shuffle_xor(x, 1);
-        return x + Isa::shuffle_xor(x, 2);
-    }
 
     // ---- global to shared
     XATTN_DEVICE static void copy_async(Shared tile, u32 offset, const u16* source, bool valid) {
@@ -144,11 +109,6 @@ struct Sm80 {
     }
     XATTN_DEVICE static void store_chunk(u16* target, Shared tile, u32 offset) {
         *reinterpret_cast<Chunk*>(target) = Isa::load_shared(tile + offset);
-    }
-
-    template <class Element>
-    XATTN_DEVICE static float to_float(u16 bits) {
-        return Isa::widen(Element{bits});
     }
 };
 

@@ -7,16 +7,18 @@
 // row l % 16, k 4 (l / 16) + i; operand B column l % 16, the same k; result row 4 (l / 16) + i, column l % 16.
 #pragma once
 
-#include "kernels/platform.h"
+#include "kernels/arch_base.h"
 
 namespace xattn {
 
 template <class Isa>
-struct Cdna {
+struct Cdna : ArchBase<Isa, 4, 16, 32> {
+    using Base = ArchBase<Isa, 4, 16, 32>;
+    using Base::kElements;
+    using typename Base::Accumulator;
+    using typename Base::Shared;
     static constexpr int kWarpSize = 64;
     static constexpr int kRowsPerLane = 1;
-    static constexpr int kElements = 4;
-    using Shared = u32;
 
     struct OperandA {
         u32 x[2];
@@ -24,43 +26,11 @@ struct Cdna {
     struct OperandB {
         u32 x[2];
     };
-    struct Accumulator {
-        float x[kElements];
-        XATTN_DEVICE void clear() {
-            XATTN_UNROLL
-            for (int e = 0; e < kElements; ++e) x[e] = 0.0f;
-        }
-    };
 
     XATTN_DEVICE static constexpr int row_slot(int) { return 0; }
     XATTN_DEVICE static int row_of(int lane, int) { return lane & 15; }
     XATTN_DEVICE static int col_of(int lane, int e) { return 4 * (lane >> 4) + e; }
     XATTN_DEVICE static bool first_of_row(int lane) { return lane < 16; }
-
-    XATTN_DEVICE static int thread_index() { return Isa::thread_index(); }
-    XATTN_DEVICE static u32 block_index() { return Isa::block_index(); }
-    XATTN_DEVICE static void barrier() { Isa::barrier(); }
-    XATTN_DEVICE static void warp_barrier() { Isa::warp_barrier(); }
-    XATTN_DEVICE static bool any(bool x) { return Isa::any(x); }
-    XATTN_DEVICE static s32 fresh(s32 x) { return Isa::fresh(x); }
-
-    XATTN_DEVICE static float infinity() { return Isa::infinity(); }
-    XATTN_DEVICE static float fma(float a, float b, float c) { return Isa::fma(a, b, c); }
-    XATTN_DEVICE static float exp2(float x) { return Isa::exp2(x); }
-    XATTN_DEVICE static float log2(float x) { return Isa::log2(x); }
-    XATTN_DEVICE static float tanh(float x) {
-        const float e = exp2(-2.0f * kLog2e * (x < 0.0f ? -x : x));
-        const float y = Isa::divide(1.0f - e, 1.0f + e);
-        return x < 0.0f ? -y : y;
-    }
-    XATTN_DEVICE static float row_max(float x) {
-        x = max_of(x, Isa::shuffle_xor(x, 16));
-        return max_of(x, Isa::shuffle_xor(x, 32));
-    }
-    XATTN_DEVICE static float row_sum(float x) {
-        x += Isa::shuffle_xor(x, 16);
-        return x + Isa::shuffle_xor(x, 32);
-    }
 
     // ---- global to shared: through registers, at once
     XATTN_DEVICE static void copy_async(Shared tile, u32 offset, const u16* source, bool valid) {
@@ -126,11 +96,6 @@ struct Cdna {
     }
     XATTN_DEVICE static void store_chunk(u16* target, Shared tile, u32 offset) {
         *reinterpret_cast<Chunk*>(target) = Isa::load_shared_chunk(tile + offset);
-    }
-
-    template <class Element>
-    XATTN_DEVICE static float to_float(u16 bits) {
-        return Isa::widen(Element{bits});
     }
 
   private:

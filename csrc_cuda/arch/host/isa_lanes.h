@@ -1,0 +1,57 @@
+// The instructions that do not depend on the matrix unit, on the CPU, for warps or waves of kLanes: what isa_nvidia.h
+// and isa_amd.h share.
+#pragma once
+
+#include <cmath>
+
+#include "arch/host/fibres.h"
+#include "arch/host/floats.h"
+
+namespace xattn {
+
+template <int kLanes>
+struct IsaHostLanes {
+    using Block = host::Block;
+
+    static int thread_index() { return Block::current->fibre->index; }
+    static u32 block_index() { return Block::current->block_index; }
+    static void barrier() { Block::current->barrier(); }
+    static void warp_barrier() {
+        Block::current->in_warp(nullptr, [](auto&) {});
+    }
+    static bool any(bool x) {
+        bool mine = x;
+        Block::current->in_warp(&mine, [](std::vector<void*>& lanes) {
+            bool all = false;
+            for (void* l : lanes) all |= *static_cast<bool*>(l);
+            for (void* l : lanes) *static_cast<bool*>(l) = all;
+        });
+        return mine;
+    }
+    static float shuffle_xor(float x, int mask) {
+        float mine = x;
+        Block::current->in_warp(&mine, [mask](std::vector<void*>& lanes) {
+            float old[kLanes];
+            for (int l = 0; l < kLanes; ++l) old[l] = *static_cast<float*>(lanes[l]);
+            for (int l = 0; l < kLanes; ++l) *static_cast<float*>(lanes[l]) = old[l ^ mask];
+        });
+        return mine;
+    }
+    static s32 fresh(s32 x) { return x; }
+
+    static float infinity() { return INFINITY; }
+    static float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
+    static float divide(float a, float b) { return a / b; }
+    static float exp2(float x) { return std::exp2f(x); }
+    static float log2(float x) { return std::log2f(x); }
+    template <class Element>
+    static u32 pack(Element, float low, float high) {
+        return u32(host::round_to<Element>(low)) | u32(host::round_to<Element>(high)) << 16;
+    }
+    template <class Element>
+    static float widen(Element x) {
+        return host::to_float(x);
+    }
+};
+
+}  // namespace xattn

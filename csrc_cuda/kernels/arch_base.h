@@ -1,0 +1,58 @@
+// What every Arch has alike: its Isa under the names that the bodies use, an accumulator, and sums over the lanes of a
+// row.
+#pragma once
+
+#include "kernels/platform.h"
+
+namespace xattn {
+
+// Four lanes share a row of a 16 x 16 accumulator: those whose numbers differ in the bits kLaneA and kLaneB.
+template <class Isa, int kElementCount, int kLaneA, int kLaneB>
+struct ArchBase {
+    static constexpr int kElements = kElementCount;
+    using Shared = u32;  // an address in shared memory
+
+    struct Accumulator {
+        float x[kElements];
+        XATTN_DEVICE void clear() {
+            XATTN_UNROLL
+            for (int e = 0; e < kElements; ++e) x[e] = 0.0f;
+        }
+    };
+
+    XATTN_DEVICE static int thread_index() { return Isa::thread_index(); }
+    XATTN_DEVICE static u32 block_index() { return Isa::block_index(); }
+    XATTN_DEVICE static void barrier() { Isa::barrier(); }
+    XATTN_DEVICE static void warp_barrier() { Isa::warp_barrier(); }
+    XATTN_DEVICE static bool any(bool x) { return Isa::any(x); }
+
+    // The same number, of which the compiler knows nothing: what depends on it is computed here, not ahead of the loop,
+    // where it would cost registers.
+    XATTN_DEVICE static s32 fresh(s32 x) { return Isa::fresh(x); }
+
+    XATTN_DEVICE static float infinity() { return Isa::infinity(); }
+    XATTN_DEVICE static float fma(float a, float b, float c) { return Isa::fma(a, b, c); }
+    XATTN_DEVICE static float exp2(float x) { return Isa::exp2(x); }
+    XATTN_DEVICE static float log2(float x) { return Isa::log2(x); }
+    // (1 - e) / (1 + e) with e = exp(-2 |x|): exact to the rounding of the exponential, which approximations are not.
+    XATTN_DEVICE static float tanh(float x) {
+        const float e = exp2(-2.0f * kLog2e * (x < 0.0f ? -x : x));
+        const float y = Isa::divide(1.0f - e, 1.0f + e);
+        return x < 0.0f ? -y : y;
+    }
+    template <class Element>
+    XATTN_DEVICE static float to_float(u16 bits) {
+        return Isa::widen(Element{bits});
+    }
+
+    XATTN_DEVICE static float row_max(float x) {
+        x = max_of(x, Isa::shuffle_xor(x, kLaneA));
+        return max_of(x, Isa::shuffle_xor(x, kLaneB));
+    }
+    XATTN_DEVICE static float row_sum(float x) {
+        x += Isa::shuffle_xor(x, kLaneA);
+        return x + Isa::shuffle_xor(x, kLaneB);
+    }
+};
+
+}  // namespace xattn
