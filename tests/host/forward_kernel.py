@@ -80,6 +80,7 @@ class HostKernel:
             lse_batch_stride=0 if packed else lse.stride(0),
             lse_head_stride=lse.stride(0) if packed else lse.stride(1),
             batch=batch,
+            sequences=batch + packed,
             heads_q=heads,
             heads_kv=k.shape[-2],
             seqlen_q=seqlen_q,
@@ -110,6 +111,6 @@ class HostKernel:
             p.cu_seqlens_q, p.cu_seqlens_k = (x.data_ptr() for x in cu_seqlens)
             p.index64 |= sum((x.dtype == torch.int64) << n for n, x in enumerate(cu_seqlens))
         message = ctypes.create_string_buffer(512)
-        if self.run(ctypes.addressof(p), m_blocks * batch * heads, seed, message, len(message)):
+        if self.run(ctypes.addressof(p), m_blocks * p.sequences * heads, seed, message, len(message)):
             raise RuntimeError(message.value.decode())
         return out, lse

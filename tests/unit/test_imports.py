@@ -27,12 +27,14 @@ ROWS = (
         "step_mirror",
     },
     {"device", "inputs", "status", "images"},
-    {"capability", "rotary", "segments", "validate", "jit", "launch", "fusion"},
+    {"capability", "rotary", "segments", "validate", "jit", "kernel_call", "fusion"},
+    {"launch_bindings", "launch_library"},
+    {"launch"},
     {"chunks", "paging", "page_pool"},
     {"reference"},
     {"backends"},
     {"dispatch"},
-    {"ops", "autograd"},
+    {"repeats", "autograd", "ops"},
     {"paged", "support", "calls"},
     {"api", "distributed"},
     {"xattn"},  # the names that users import
@@ -41,7 +43,7 @@ ROWS = (
 )
 ROW = {name: n for n, row in enumerate(ROWS) for name in row}
 # A pair: an op's autograd kernel applies the Function, whose forward calls the op. And what only starts and shows.
-TOGETHER = ({"ops", "autograd"}, {"cli", "__main__", "bench", "demo"})
+TOGETHER = ({"ops", "autograd", "repeats"}, {"cli", "__main__", "bench", "demo"})
 
 
 def imports(path: Path) -> set[tuple[str, ...]]:

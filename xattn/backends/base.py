@@ -11,6 +11,7 @@ from torch import Tensor
 from ..capability import Capability, Refusal, check
 from ..device import Device
 from ..inputs import Inputs
+from ..kernel_call import Call
 from ..problem import Problem, SizeBucket
 
 Config = tuple[tuple[str, object], ...]  # (name, value) pairs: hashable, printable
@@ -38,6 +39,9 @@ class Backend:
     devices.
 
     ``run(inputs, config) -> (out, lse or None)``; lse is None only where ``inputs.return_lse`` is False.
+    A native backend has ``prepare(inputs, config)`` instead: the call to launch, whose outputs are out and, where it is
+    wanted, lse; and the call's input tensors by the names of ``Inputs``, in the order of its slots. Its kernels report
+    bad values on the device themselves.
     ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs
     parallel to ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None
     where it is not offered. ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
@@ -49,6 +53,7 @@ class Backend:
     run: Callable[[Inputs, Config], tuple[Tensor, Tensor | None]] = _absent
     backward: Callable[..., list[Tensor]] = _absent
     double_backward: Callable[..., tuple[Tensor, Tensor | None, list[Tensor | None]]] | None = None
+    prepare: Callable[[Inputs, Config], tuple[Call, dict[str, Tensor]]] | None = None
     config: Callable[[Problem, SizeBucket, Device], Config] = lambda problem, size, device: ()
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:

@@ -12,12 +12,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .. import jit, launch
+from .. import jit, status
 from ..capability import Capability, HeadDims
 from ..device import Device
 from ..device import of as device_of
 from ..images import Image, ImageSpec, Store
 from ..inputs import Inputs, is_direct
+from ..kernel_call import Call, Output, Shape, slot
 from ..launch_params import ForwardParams, Operand
 from ..problem import Problem, SizeBucket
 from .base import Backend, Config
@@ -50,6 +51,8 @@ CAPABILITY = Capability(
 # and larger tiles, see NOTES.md in csrc_cuda/arch/sm80.
 _TILES = ((64, 128, 128, 4, 2), (128, 128, 64, 4, 2), (256, 64, 64, 4, 2))
 _TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
+_SIZE_NAMES = ("head_dim", "head_dim_v", "tile_m", "tile_n", "num_warps")
+_FIELDS = {"attn_mask": "mask", "alibi_slopes": "alibi"}  # of the parameter block, where the words differ
 
 # Keys and values of this many bytes are worked on at once: a part of the L2 cache of every architecture served.
 _SECTION_BYTES = 32 << 20
@@ -68,25 +71,23 @@ def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
     return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
 
 
-def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
+_STATUS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # values that only the device can see
+
+
+def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     x, options = inputs, dict(config)
-    make = torch.zeros if x.packed else torch.empty  # rows of a packed q that belong to no sequence
-    out = make(x.out_shape, dtype=x.dtype_out, device=x.q.device)
-    lse = None
-    if x.return_lse:
-        lse = torch.full(x.lse_shape, -math.inf, dtype=torch.float32, device=x.q.device)
-    q, k, v = (_direct(t) for t in (x.q, x.k, x.v))
-    tile_m, tile_n, warps = (int(str(options[n])) for n in _TILE_NAMES[:3])
-    m_blocks = -(-x.seqlen_q // tile_m)
-    if not (x.batch and m_blocks):
-        return out, lse
-    keep: list[Tensor] = [q, k, v]
+    tensors = {name: _direct(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v))}
+    q, k, v = tensors.values()
+    aligned = len(tensors)
+    head_dim, head_dim_v, tile_m, tile_n, warps = (int(str(options[n])) for n in _SIZE_NAMES)
+    sequences = x.batch + x.packed
+    m_blocks = max(-(-x.seqlen_q // tile_m), int(x.packed))
     p = ForwardParams(
         q=Operand.of(q),
         k=Operand.of(k),
         v=Operand.of(v),
-        out=Operand.of(out),
         batch=x.batch,
+        sequences=sequences,
         heads_q=x.num_heads_q,
         heads_kv=x.num_heads_kv,
         seqlen_q=x.seqlen_q,
@@ -102,36 +103,35 @@ def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
         window_right=_distance(x.window_right),
         m_blocks=m_blocks,
     )
-    if lse is not None:
-        p.lse = lse.data_ptr()
-        p.lse_batch_stride, p.lse_head_stride = (0, lse.stride(0)) if x.packed else lse.stride()[:2]
+    outputs = [Output(slot(ForwardParams, "out"), x.out_shape, x.dtype_out)]
+    p.out = Operand.dense(x.out_shape)
+    if x.return_lse:
+        outputs.append(Output(slot(ForwardParams, "lse"), x.lse_shape, torch.float32))
+        p.lse_head_stride = x.lse_shape[-1]
+        p.lse_batch_stride = 0 if x.packed else math.prod(x.lse_shape[1:])
     mask = "none"
     if x.attn_mask is not None:
         t = x.attn_mask
         if t.dtype != torch.bool and t.dtype not in (q.dtype, torch.float32):
             t = t.float()
-        t = t.expand(x.batch, x.num_heads_q, x.seqlen_q, x.seqlen_k)
-        keep.append(t)
         mask = "boolean" if t.dtype == torch.bool else "added32" if t.dtype == torch.float32 else "added16"
-        p.mask = t.data_ptr()
-        p.mask_batch_stride, p.mask_head_stride, p.mask_row_stride, p.mask_col_stride = t.stride()
+        tensors["attn_mask"] = t
+        strides = t.expand(x.batch, x.num_heads_q, x.seqlen_q, x.seqlen_k).stride()
+        p.mask_batch_stride, p.mask_head_stride, p.mask_row_stride, p.mask_col_stride = strides
     if x.alibi_slopes is not None:
-        t = x.alibi_slopes.float().contiguous()
-        keep.append(t)
-        p.alibi, p.alibi_batch_stride = t.data_ptr(), t.stride(0) if t.dim() == 2 else 0
+        tensors["alibi_slopes"] = t = _floats(x.alibi_slopes)
+        p.alibi_batch_stride = t.stride(0) if t.dim() == 2 else 0
     if x.sinks is not None:
-        t = x.sinks.float().contiguous()
-        keep.append(t)
-        p.sinks = t.data_ptr()
-    for bit, (name, t) in enumerate((n, getattr(x, n)) for n in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")):
+        tensors["sinks"] = _floats(x.sinks)
+    for bit, name in enumerate(_STATUS):
+        t = getattr(x, name)
         if t is not None:
-            t = t.contiguous()
-            keep.append(t)
-            setattr(p, name, t.data_ptr())
+            tensors[name] = t if t.is_contiguous() else t.contiguous()
             p.index64 |= (t.dtype == torch.int64) << bit
+            p.status = status.word(x.q.device).data_ptr()
     per_head = max(1, x.seqlen_k * (x.head_dim + x.head_dim_v) * 2)
     heads = max(1, _SECTION_BYTES // per_head) * (x.num_heads_q // x.num_heads_kv)
-    p.heads_in_section = min(heads, x.batch * x.num_heads_q)
+    p.heads_in_section = min(heads, max(1, sequences * x.num_heads_q))
 
     image = _image(
         x.q.dtype == torch.float16,
@@ -141,11 +141,10 @@ def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
         mask,
         device_of(x.q.device).arch,
     )
-    head_dim, head_dim_v = (int(str(options[n])) for n in ("head_dim", "head_dim_v"))
     shared = 2 * (tile_m * max(head_dim, head_dim_v) + tile_n * (head_dim + head_dim_v))
-    launch.launch(image, "xattn_forward", x.q.device, x.batch * x.num_heads_q * m_blocks, 32 * warps, shared, p)
-    del keep  # torch's allocator hands their memory out again only behind this kernel, on the same stream
-    return out, lse
+    shape = Shape((sequences * x.num_heads_q * m_blocks, 1, 1), (32 * warps, 1, 1), shared)
+    slots = tuple(slot(ForwardParams, _FIELDS.get(name, name)) for name in tensors)
+    return Call(image, "xattn_forward", x.q.device, shape, p, slots, tuple(outputs), aligned), tensors
 
 
 @lru_cache(maxsize=1024)
@@ -172,8 +171,18 @@ def _direct(t: Tensor) -> Tensor:
     return t if is_direct(t) and t.stride(-3) < 2**31 else t.clone(memory_format=torch.contiguous_format)
 
 
+def _floats(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous()
+
+
 def _distance(side: int | None) -> int:
     return -1 if side is None else min(side, 2**30 - 1)
 
 
-BACKEND = Backend("sm80", native=True, capabilities=lambda: (CAPABILITY,), run=_run, config=_config)
+BACKEND = Backend(
+    "sm80",
+    native=True,
+    capabilities=lambda: (CAPABILITY,),
+    prepare=_prepare,
+    config=_config,
+)
