@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)]
 
 from compile import gates, nvrtc, resources  # noqa: E402
 
-from xattn import jit  # noqa: E402
+from xattn.images import Image  # noqa: E402
 
 
 def main() -> None:
@@ -29,7 +29,8 @@ def main() -> None:
                 continue
             spec = gates.spec(name, arch)
             if arch.startswith("gfx"):
-                used = resources.of_amd(jit.build(spec))
+                code, kind, _ = resources.amd_compiler().compile(spec)
+                used = resources.of_amd(Image(spec.key(), arch, kind, spec.name(), "", code))
             else:
                 used = resources.of_nvidia(nvrtc.library(options.nvrtc).build(spec))
             cells.append(f"{used.registers} / {used.spilled}")
