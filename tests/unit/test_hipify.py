@@ -6,10 +6,11 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from xattn import images
+from xattn import images, jit
 from xattn.images import ImageSpec
 
 PROGRAM = next(p for root in images.source_roots() if (p := root / "hipify.py").is_file())
@@ -264,10 +265,6 @@ def test_a_folder_written_earlier_is_not_compiled(tmp_path, monkeypatch, fresh_s
 
 def test_every_compiler_for_amd_is_given_the_hipified_text(monkeypatch, tmp_path, fresh_sources):
     """HIPRTC by a stand-in for its bindings, clang by a stand-in for the program: both get what sources() gives."""
-    from types import SimpleNamespace
-
-    from xattn import jit
-
     marker = "// through hipify\n"
     monkeypatch.setattr(images, "_hipify", lambda: lambda text: text + marker)
 
