@@ -24,6 +24,7 @@ ROWS = (
         "masks",
         "rng",
         "launch_params",
+        "nvrtc12",
         "step_mirror",
     },
     {"device", "inputs", "status", "images"},

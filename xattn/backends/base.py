@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..capability import Capability, Refusal, check
 from ..device import Device
+from ..images import ImageSpec
 from ..inputs import Inputs
 from ..problem import Problem, SizeBucket
 
@@ -41,6 +42,8 @@ class Backend:
     ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs
     parallel to ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None
     where it is not offered. ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
+    ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80", "compute_80", "gfx942"), so
+    that they can be built ahead of time.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Backend:
     backward: Callable[..., list[Tensor]] = _absent
     double_backward: Callable[..., tuple[Tensor, Tensor | None, list[Tensor | None]]] | None = None
     config: Callable[[Problem, SizeBucket, Device], Config] = lambda problem, size, device: ()
+    images: Callable[[str], Iterable[ImageSpec]] = lambda arch: ()
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
         """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes

@@ -1,13 +1,14 @@
 """Ampere and later without Hopper's own instructions: the shared forward body over mma.sync, ldmatrix and cp.async.
 
-An image of the device's own architecture is compiled where a compiler is there; otherwise that of sm_80 serves all of
-8.x, and PTX of compute_80 whatever came later.
+Its images: one of sm_80 serves all of 8.x, one of its own each later architecture, and PTX of compute_80 those that no
+compiler at hand knows (jit.choose).
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from .. import jit, launch
 from ..capability import Capability, HeadDims
 from ..device import Device
 from ..device import of as device_of
-from ..images import Image, ImageSpec, Store
+from ..images import ConfigValue, ImageSpec
 from ..inputs import Inputs, is_direct
 from ..launch_params import ForwardParams, Operand
 from ..problem import Problem, SizeBucket
@@ -51,21 +52,43 @@ CAPABILITY = Capability(
 _TILES = ((64, 128, 128, 4, 2), (128, 128, 64, 4, 2), (256, 64, 64, 4, 2))
 _TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
 
+_ENTRY = "arch/sm80/forward.cu"
+_ELEMENTS = ("bf16", "fp16")
+_MASKS = ("none", "boolean", "added16", "added32")
+
 # Keys and values of this many bytes are worked on at once: a part of the L2 cache of every architecture served.
 _SECTION_BYTES = 32 << 20
 
 
 def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
     dims = [(n + 31) // 32 * 32 for n in (problem.head_dim, problem.head_dim_v)]
-    tile = next(row[1:] for row in _TILES if max(dims) <= row[0])
     mask = {"": "none", "bool": "boolean", "additive": "added"}[problem.attn_mask]
-    config: Config = (
-        ("head_dim", dims[0]),
-        ("head_dim_v", dims[1]),
-        *zip(_TILE_NAMES, tile, strict=True),
-        ("attn_mask", mask),
-    )
+    config: Config = (*_tile(*dims), ("attn_mask", mask))
     return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
+
+
+def _tile(head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
+    """The part of a configuration that the padded head dimensions decide."""
+    row = next(row for row in _TILES if max(head_dim, head_dim_v) <= row[0])
+    return (("head_dim", head_dim), ("head_dim_v", head_dim_v), *zip(_TILE_NAMES, row[1:], strict=True))
+
+
+def _image_config(
+    element: str, tile: tuple[tuple[str, int], ...], softcap: bool, alibi: bool, attn_mask: str
+) -> tuple[tuple[str, ConfigValue], ...]:
+    """The fields of the kernel's Config struct; their order is part of an image's address."""
+    options = (("keep_q", False), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
+    return (("element", element), *tile, *options)
+
+
+def _images(arch: str) -> Iterator[ImageSpec]:
+    """Every configuration, for NVIDIA's architectures from 8.0 on."""
+    vendor, _, number = arch.rstrip("af").partition("_")
+    if vendor not in ("sm", "compute") or not number.isdigit() or int(number) < 80:
+        return
+    dims = range(32, 256 + 1, 32)
+    for element, d, dv, softcap, alibi, mask in product(_ELEMENTS, dims, dims, (False, True), (False, True), _MASKS):
+        yield ImageSpec(_ENTRY, _image_config(element, _tile(d, dv), softcap, alibi, mask), arch)
 
 
 def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
@@ -133,12 +156,15 @@ def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
     heads = max(1, _SECTION_BYTES // per_head) * (x.num_heads_q // x.num_heads_kv)
     p.heads_in_section = min(heads, x.batch * x.num_heads_q)
 
-    image = _image(
-        x.q.dtype == torch.float16,
-        tuple((n, int(str(options[n]))) for n in ("head_dim", "head_dim_v", *_TILE_NAMES)),
-        x.softcap != 0.0,
-        x.alibi_slopes is not None,
-        mask,
+    image = jit.choose(
+        _ENTRY,
+        _image_config(
+            "fp16" if x.q.dtype == torch.float16 else "bf16",
+            tuple((n, int(str(options[n]))) for n in ("head_dim", "head_dim_v", *_TILE_NAMES)),
+            x.softcap != 0.0,
+            x.alibi_slopes is not None,
+            mask,
+        ),
         device_of(x.q.device).arch,
     )
     head_dim, head_dim_v = (int(str(options[n])) for n in ("head_dim", "head_dim_v"))
@@ -146,25 +172,6 @@ def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
     launch.launch(image, "xattn_forward", x.q.device, x.batch * x.num_heads_q * m_blocks, 32 * warps, shared, p)
     del keep  # torch's allocator hands their memory out again only behind this kernel, on the same stream
     return out, lse
-
-
-@lru_cache(maxsize=1024)
-def _image(half: bool, tile: tuple[tuple[str, int], ...], softcap: bool, alibi: bool, mask: str, arch: str) -> Image:
-    config = (
-        ("element", "fp16" if half else "bf16"),
-        *tile,
-        ("keep_q", False),
-        ("softcap", softcap),
-        ("alibi", alibi),
-        ("attn_mask", mask),
-    )
-    store, entry = Store(), "arch/sm80/forward.cu"
-    if jit.COMPILERS[0].missing():
-        number = int(arch.removeprefix("sm_"))
-        spec = ImageSpec(entry, config, "sm_80" if number < 90 else "compute_80")
-    else:
-        spec = ImageSpec(entry, config, arch)
-    return jit.get(spec, store)
 
 
 def _direct(t: Tensor) -> Tensor:
@@ -176,4 +183,4 @@ def _distance(side: int | None) -> int:
     return -1 if side is None else min(side, 2**30 - 1)
 
 
-BACKEND = Backend("sm80", native=True, capabilities=lambda: (CAPABILITY,), run=_run, config=_config)
+BACKEND = Backend("sm80", native=True, capabilities=lambda: (CAPABILITY,), run=_run, config=_config, images=_images)
