@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -89,6 +89,35 @@ class Image:
     code: bytes = field(repr=False)
     log: str = field(default="", repr=False)
     path: str = ""
+
+    def made(self) -> tuple[str, str]:
+        """Address and compiler: which of the images of one address it is."""
+        return self.key, self.compiler
+
+    def words(self) -> str:
+        """Entry and configuration as a table shows them: "arch/sm80/forward.cu: bf16, head_dim 128, tile 128x64"."""
+        entry, _, rest = self.name.partition(" [")
+        config = dict(pair.split("=", 1) for pair in rest.partition("]")[0].split(", ") if "=" in pair)
+        head_dim, head_dim_v = config.get("head_dim", ""), config.get("head_dim_v", "")
+        parts = [config.get("element", "")]
+        parts.append(f"head_dim {head_dim}" + (f", v {head_dim_v}" if head_dim_v not in ("", head_dim) else ""))
+        parts.append(f"tile {config.get('tile_m', '')}x{config.get('tile_n', '')}")
+        parts += [name for name, value in config.items() if value == "True"]
+        parts += [f"attn_mask {mask}" for mask in [config.get("attn_mask", "none")] if mask != "none"]
+        return f"{entry}: {', '.join(filter(None, parts))}" if config else self.name
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a store. ``place``: "wheel" or "cache"; ``image`` is None where it is broken, and ``fault`` says
+    how; ``modified`` is in seconds since 1970."""
+
+    place: str
+    path: Path
+    size: int
+    modified: float
+    image: Image | None
+    fault: str = ""
 
 
 class ImageError(RuntimeError):
@@ -175,9 +204,9 @@ class Store:
         self.shipped = (Path(__file__).parent / "images",) if shipped is None else shipped
         self.cache = settings.cache_dir() / "images" if cache is None else cache
 
-    def find(self, spec: ImageSpec) -> Image | None:
+    def find(self, spec: ImageSpec, refused: Container[tuple[str, str]] = ()) -> Image | None:
         """The image of ``spec``, or None. A broken file in the cache is removed; one in the wheel is reported and
-        passed over."""
+        passed over, and so is, silently, what is among ``refused`` (see Image.made)."""
         key = spec.key()
         for folder in (*self.shipped, self.cache):
             path = folder / spec.arch / f"{key}{_SUFFIX}"
@@ -189,7 +218,8 @@ class Store:
                 image = decode(data, str(path))
                 if (image.key, image.arch) != (key, spec.arch):
                     raise ImageError(f"{path}: holds {image.name} for {image.arch}")
-                return image
+                if image.made() not in refused:
+                    return image
             except ImageError as error:
                 log.warning("image passed over: %s", error)
                 if folder == self.cache:
@@ -205,14 +235,29 @@ class Store:
             log.warning("image not kept: %s (%s); it is compiled again next time", image.name, error)
             return None
 
+    def files(self) -> Iterator[StoredFile]:
+        """Every file that should hold an image, those of the wheel first; nothing is removed."""
+        for place, folder in (*(("wheel", f) for f in self.shipped), ("cache", self.cache)):
+            for path in sorted(folder.glob(f"*/*{_SUFFIX}")):
+                size, modified, fault = 0, 0.0, ""
+                image: Image | None = None
+                try:
+                    size, modified = (about := path.stat()).st_size, about.st_mtime
+                    found = decode(path.read_bytes(), str(path))
+                    if (path.parent.name, path.stem) != (found.arch, found.key):
+                        raise ImageError(f"{path}: holds {found.name}")
+                    image = found
+                except (OSError, ImageError) as error:
+                    fault = str(error)
+                yield StoredFile(place, path, size, modified, image, fault)
+
     def __iter__(self) -> Iterator[Image]:
         """All readable images, those of the wheel first."""
-        for folder in (*self.shipped, self.cache):
-            for path in sorted(folder.glob(f"*/*{_SUFFIX}")):
-                try:
-                    yield decode(path.read_bytes(), str(path))
-                except (OSError, ImageError) as error:
-                    log.warning("image passed over: %s", error)
+        for file in self.files():
+            if file.image is None:
+                log.warning("image passed over: %s", file.fault)
+            else:
+                yield file.image
 
 
 def publish(image: Image, folder: Path) -> Path:

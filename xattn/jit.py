@@ -1,5 +1,5 @@
 """Compilers of kernel images, behind one protocol: NVRTC, HIPRTC, clang for AMD without ROCm, and the host's C++
-compiler for tests."""
+compiler for tests. And the choice of the image that serves a device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import settings
+from . import nvrtc12, settings
 from .errors import UnsupportedError
-from .images import CONFIG_HEADER, Image, ImageSpec, Store, sources
+from .images import CONFIG_HEADER, ConfigValue, Image, ImageSpec, Store, sources
 
 log = logging.getLogger("xattn")
 
@@ -65,16 +65,19 @@ class Nvrtc:
     def serves(self, arch: str) -> bool:
         return arch.startswith(("sm_", "compute_"))
 
-    @lru_cache(maxsize=1)  # noqa: B019 - one instance for the process
+    @lru_cache  # noqa: B019 - instances live as long as the process
     def version(self) -> str:
-        from cuda.bindings import nvrtc
-
-        major, minor = self._check(nvrtc.nvrtcVersion())
+        major, minor = self._check(self.library().nvrtcVersion())
         return f"nvrtc {major}.{minor}"
 
-    def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
+    def library(self) -> Any:
+        """The functions of NVRTC, each of which returns a status and its results."""
         from cuda.bindings import nvrtc
 
+        return nvrtc
+
+    def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
+        nvrtc = self.library()
         texts = {**sources(spec.entry, spec.arch), CONFIG_HEADER: spec.header()}
         main = texts.pop(spec.entry)
         names = [n.encode() for n in texts]
@@ -86,7 +89,7 @@ class Nvrtc:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
         text = self._get(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0 ").decode()
         try:
-            if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            if int(status) != 0:
                 raise CompileError(f"{self.version()} refused {spec.name()}:\n{text}")
             if spec.arch.startswith("compute_"):
                 return self._get(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program), "ptx", text
@@ -107,6 +110,22 @@ class Nvrtc:
         return result[1:]
 
 
+class Nvrtc12(Nvrtc):
+    """NVRTC 12.9, beside a newer one: drivers of CUDA 12 and of CUDA 13 take what it makes. It needs no cuda-python."""
+
+    name = "nvrtc12"
+
+    def missing(self) -> str:
+        try:
+            self.version()
+        except (OSError, RuntimeError) as error:
+            return f"NVRTC 12.9 cannot be loaded ({error}): pip install 'nvidia-cuda-nvrtc-cu12>=12.9'"
+        return ""
+
+    def library(self) -> Any:
+        return nvrtc12.library()
+
+
 class Hiprtc:
     """AMD's run-time compiler, through hip-python."""
 
@@ -124,7 +143,7 @@ class Hiprtc:
     def serves(self, arch: str) -> bool:
         return arch.startswith("gfx")
 
-    @lru_cache(maxsize=1)  # noqa: B019 - one instance for the process
+    @lru_cache  # noqa: B019 - instances live as long as the process
     def version(self) -> str:
         from hip import hiprtc
 
@@ -164,7 +183,7 @@ class _OnDisk:
     def missing(self) -> str:
         return "" if self.program() else f"none of {', '.join(self.candidates)} is on the PATH"
 
-    @lru_cache(maxsize=1)  # noqa: B019 - one instance for the process
+    @lru_cache  # noqa: B019 - instances live as long as the process
     def version(self) -> str:
         program = self.program()
         assert program is not None
@@ -221,27 +240,30 @@ class HostCompiler(_OnDisk):
         return self.run(spec, ["-x", "c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-DXATTN_HOST"], "host")
 
 
-COMPILERS: tuple[Compiler, ...] = (Nvrtc(), Hiprtc(), Clang(), HostCompiler())
+# For this machine, and for others: what is shipped should serve older drivers too.
+COMPILERS: tuple[Compiler, ...] = (Nvrtc(), Nvrtc12(), Hiprtc(), Clang(), HostCompiler())
+SHIPPING: tuple[Compiler, ...] = (COMPILERS[1], COMPILERS[0], *COMPILERS[2:])
 
 _locks: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
 
 
-def compiler_for(arch: str) -> Compiler:
-    """The first compiler that serves ``arch`` and is there; UnsupportedError says what each lacks."""
+def compiler_for(arch: str, compilers: Sequence[Compiler] | None = None, without: Container[str] = ()) -> Compiler:
+    """The first compiler that serves ``arch`` and is there; UnsupportedError says what each lacks. ``without``:
+    versions not to take."""
     reasons = []
-    for compiler in COMPILERS:
+    for compiler in COMPILERS if compilers is None else compilers:
         if compiler.serves(arch):
             missing = compiler.missing()
-            if not missing:
+            if not missing and compiler.version() not in without:
                 return compiler
-            reasons.append(f"{compiler.name}: {missing}")
+            reasons.append(f"{compiler.name}: {missing or 'the driver refused what it made'}")
     raise UnsupportedError(f"no compiler for {arch}: " + ("; ".join(reasons) or "no compiler knows this architecture"))
 
 
-def build(spec: ImageSpec) -> Image:
+def build(spec: ImageSpec, compiler: Compiler | None = None) -> Image:
     """Compiles an image, whether or not it is in a store."""
-    compiler = compiler_for(spec.arch)
+    compiler = compiler or compiler_for(spec.arch)
     start = time.perf_counter()
     code, kind, text = compiler.compile(spec)
     log.info("compiled %s with %s in %.2f s", spec.name(), compiler.version(), time.perf_counter() - start)
@@ -249,21 +271,112 @@ def build(spec: ImageSpec) -> Image:
 
 
 def get(spec: ImageSpec, store: Store | None = None) -> Image:
-    """The image of ``spec``: from the store, else compiled and kept. Threads that want the same one compile it once."""
+    """The image of ``spec``: from the store, else compiled and kept. Threads that want the same one compile it once.
+    Neither is one that a driver refused (see ``refuse``)."""
     store = store or Store()
     with _guard:
         lock = _locks.setdefault(spec.key(), threading.Lock())
     with lock:
-        image = store.find(spec)
+        image = store.find(spec, _refused)
         if image is None:
-            image = build(spec)
+            refused = {version for key, version in _refused if key == spec.key()}
+            image = build(spec, compiler_for(spec.arch, without=refused))
             store.put(image)
         return image
 
 
+# ---------------------------------------------------------------- the choice of an image
+PTX = "compute_80"  # what serves NVIDIA architectures that no image and no compiler knows
+
+_chosen: dict[tuple, Image] = {}
+_refused: set[tuple[str, str]] = set()
+
+
+def choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, store: Store | None = None) -> Image:
+    """The image of a kernel for a device of architecture ``arch``; remembered where no ``store`` is named.
+
+    First what lies in the store and runs as it is: an image of that architecture, or on 8.x one of sm_80. Then one
+    compiled for it now. Then PTX of compute_80, which the driver compiles. UnsupportedError says what each lacked;
+    CompileError is a compiler's refusal where nothing else serves.
+    """
+    question = (entry, config, arch)
+    found = _chosen.get(question) if store is None else None
+    if found is None:
+        found = _choose(entry, config, arch, store or Store())
+        if store is None:
+            _chosen[question] = found
+    return found
+
+
+@lru_cache
+def missing(arch: str) -> str:
+    """Why no image for ``arch`` could be had here, in words; "" where one can be compiled or some are ready."""
+    store = Store()
+    if any(
+        any((folder / name).glob("*")) for folder in (*store.shipped, store.cache) for name in (*_ready_made(arch), PTX)
+    ):
+        return ""
+    try:
+        compiler_for(arch)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def _choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, store: Store) -> Image:
+    first: UnsupportedError | CompileError
+    ready = _ready_made(arch)
+    for name in ready:
+        image = store.find(ImageSpec(entry, config, name), _refused)
+        if image is not None:
+            return image
+    try:
+        return get(ImageSpec(entry, config, arch), store)
+    except (UnsupportedError, CompileError) as error:  # none, or one that is older than the architecture
+        first = error
+    lacking = f"no image of {entry} for {arch} in the wheel or in {store.cache} (looked for: {', '.join(ready)})"
+    if arch.startswith("sm_"):
+        try:
+            return get(ImageSpec(entry, config, PTX), store)
+        except (UnsupportedError, CompileError) as error:
+            lacking += f"; no PTX either: {error}"
+    if isinstance(first, CompileError):
+        raise first
+    raise UnsupportedError(f"{lacking}; {first}")
+
+
+def _ready_made(arch: str) -> tuple[str, ...]:
+    """The architectures whose images a device of ``arch`` runs as they are, the best first."""
+    if not arch.startswith("sm_"):
+        return (arch,)
+    if int(arch.removeprefix("sm_")) < 90:
+        return tuple(dict.fromkeys((arch, "sm_80")))
+    return (arch, f"{arch}a")
+
+
+def refuse(image: Image) -> None:
+    """Notes that the driver refused to load ``image``, as an older one does what a newer compiler made: ``choose``,
+    asked again, gives another one of its address, compiles it with another compiler, or gives PTX."""
+    log.warning("the driver refused %s, made by %s; another is looked for", image.name, image.compiler)
+    _refused.add(image.made())
+    for question in [q for q, chosen in _chosen.items() if chosen.made() == image.made()]:
+        _chosen.pop(question, None)
+
+
+# ---------------------------------------------------------------- what a compiler's log says
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def spilled_bytes(image: Image) -> int:
     """Bytes that ptxas spilled, as its log says."""
     return sum(int(stores) + int(loads) for _, stores, loads in _SPILLS.findall(image.log))
+
+
+_SERIALISED = re.compile(r"^.*\bC75(?:1\d|20)\b.*$", re.MULTILINE)
+
+
+def serialised(image: Image) -> str:
+    """The line in which ptxas says that it made asynchronous matrix products wait for each other; "" where it did
+    not."""
+    found = _SERIALISED.search(image.log)
+    return found[0].strip() if found else ""

@@ -68,8 +68,8 @@ class Output:
 class Call:
     """A launch without its tensors. ``slots``: the offsets in ``params`` where the addresses of the inputs go.
 
-    ``aligned``: so many of the first inputs must lie at multiples of 16 bytes. ``other_image``: makes the image to load
-    where the driver refuses ``image``.
+    ``aligned``: so many of the first inputs must lie at multiples of 16 bytes. ``other_image``: gives the image to load
+    instead of one that the driver refused.
     """
 
     image: Image
@@ -80,7 +80,7 @@ class Call:
     slots: tuple[int, ...]
     outputs: tuple[Output, ...]
     aligned: int = 0
-    other_image: Callable[[], Image] | None = None
+    other_image: Callable[[Image], Image] | None = None
     maps: tuple[TensorMap, ...] = ()
 
     def about(self) -> str:
@@ -118,6 +118,12 @@ _ADVICE = (
         "the kernel wants more registers or shared memory than this device has: please report it",
     ),
 )
+
+
+def load_error(message: str) -> LaunchError:
+    """The error for an image that could not be loaded, by what the driver said."""
+    refused = any(name in message for name in _ADVICE[0][0])
+    return (ImageRefused if refused else LaunchError)(advised(message))
 
 
 def advised(message: str) -> str:

@@ -8,7 +8,6 @@ launched again and again with other tensors of the same shapes and strides. Noth
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,10 +16,9 @@ from typing import Protocol
 import torch
 
 from . import launch_bindings, launch_library
+from .capability import installed
 from .device import vendor_of_torch
 from .kernel_call import Call, ImageRefused, LaunchError, Prepared
-
-log = logging.getLogger("xattn")
 
 
 class Launcher(Protocol):
@@ -65,18 +63,27 @@ def using(name: str) -> Iterator[None]:
 
 
 def prepare(call: Call) -> Prepared:
-    """Loads the image of a call on its device, once. Where the driver refuses it and the call names another, that one.
+    """Loads the image of a call on its device, once; where the driver refuses it, the next one that the call names.
 
-    Raises ImageRefused.
+    Raises LaunchError; UnsupportedError or CompileError where no other image is to be had.
     """
     chosen = launcher()
-    try:
-        return chosen.prepare(call)
-    except ImageRefused as error:
-        if call.other_image is None:
-            raise
-        log.warning("%s; another image is tried", error)
-        return chosen.prepare(replace(call, image=call.other_image(), other_image=None))
+    while True:
+        try:
+            return chosen.prepare(call)
+        except ImageRefused:
+            if call.other_image is None:
+                raise
+            call = replace(call, image=call.other_image(call.image))
+
+
+def missing() -> str:
+    """What is not there to launch anything, in words; "" where something is."""
+    amd = vendor_of_torch(torch) == "amd"
+    if launch_library.find() is not None or installed("hip" if amd else "cuda.bindings"):
+        return ""
+    extras = "'xattn[rocm]'" if amd else "'xattn[cuda13]' or 'xattn[cuda12]', as your torch is"
+    return f"{launch_library.missing()}; nor are the vendor's Python bindings there: pip install {extras}"
 
 
 def description() -> str:

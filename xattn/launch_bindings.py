@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel_call import Call, ImageRefused, LaunchError, advised, filled
+from .kernel_call import Call, filled, load_error
 
 _lock = threading.Lock()
 
@@ -34,10 +34,7 @@ class Cuda:
         with _lock:
             if key not in self._kernels:
                 with self.context(call.device.index):
-                    try:
-                        self._kernels[key] = self._load(call)
-                    except LaunchError as error:
-                        raise ImageRefused(str(error)) from None
+                    self._kernels[key] = self._load(call)
         return PreparedCuda(self, self._kernels[key], call)
 
     @contextlib.contextmanager
@@ -69,7 +66,7 @@ class Cuda:
             return result[1:]
         _, name = self._driver.cuGetErrorName(result[0])
         _, text = self._driver.cuGetErrorString(result[0])
-        raise LaunchError(advised(f"{what} failed: {name.decode()} ({text.decode()}) for {call.about()}"))
+        raise load_error(f"{what} failed: {name.decode()} ({text.decode()}) for {call.about()}")
 
 
 class PreparedCuda:
@@ -159,19 +156,16 @@ class Hip:
         key = (call.image.key, call.symbol, call.device.index)
         with _lock:
             if key not in self._kernels:
-                try:
-                    with torch.cuda.device(call.device.index):
-                        module = self.check(self._hip.hipModuleLoadData(call.image.code), "loading", call)
-                        found = self._hip.hipModuleGetFunction(module, call.symbol.encode())
-                        self._kernels[key] = self.check(found, f"finding kernel {call.symbol}", call)
-                except LaunchError as error:
-                    raise ImageRefused(str(error)) from None
+                with torch.cuda.device(call.device.index):
+                    module = self.check(self._hip.hipModuleLoadData(call.image.code), "loading", call)
+                    found = self._hip.hipModuleGetFunction(module, call.symbol.encode())
+                    self._kernels[key] = self.check(found, f"finding kernel {call.symbol}", call)
         return PreparedHip(self, self._kernels[key], call)
 
     def check(self, result: tuple, what: str, call: Call) -> Any:
         if int(result[0]) == 0:
             return result[1] if len(result) > 1 else None
-        raise LaunchError(advised(f"{what} failed: {result[0]!s} for {call.about()}"))
+        raise load_error(f"{what} failed: {result[0]!s} for {call.about()}")
 
 
 class PreparedHip:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel_call import Call, ImageRefused, LaunchError, advised
+from .kernel_call import Call, LaunchError, advised, load_error
 
 NAME = "libxattn_launcher.so"
 _U32, _S32, _U64, _S64, _PTR, _STR = (
@@ -196,7 +196,7 @@ class Library:
         message = ctypes.create_string_buffer(4096)
         handle = self._functions.xattn_prepare(ctypes.addressof(description), message, len(message))
         if handle < 0:
-            raise ImageRefused(advised(f"{message.value.decode()} for {call.about()}"))
+            raise load_error(f"{message.value.decode()} for {call.about()}")
         return PreparedHere(self, handle)
 
     def forget(self, handle: int) -> None:

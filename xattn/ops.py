@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, paging, repeats, settings, status, validate
+from . import autograd, dispatch, fusion, launch, paging, repeats, settings, status, validate
 from .backends import Backend, Config, Unavailable
 from .device import of as device_of
 from .errors import UnsupportedError
 from .inputs import FP8, Inputs, dtype_name
+from .jit import CompileError
+from .kernel_call import ImageRefused
 from .rotary import Rotary
 
 _LIBRARY = torch.library.Library("xattn", "DEF")
@@ -177,7 +179,12 @@ def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
 def _answer(backend: Backend, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
     if backend.prepare is None:
         return backend.run(inputs, config)
-    out, *lse = repeats.launch_first(inputs, *backend.prepare(inputs, config))
+    try:
+        call, tensors = backend.prepare(inputs, config)
+        prepared = launch.prepare(call)
+    except (CompileError, ImageRefused, UnsupportedError) as error:
+        raise Unavailable(f"no image of it can be made and loaded here: {error}") from error
+    out, *lse = repeats.launch_first(inputs, call, tensors, prepared)
     return out, lse[0] if lse else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, launch, settings
+from . import autograd, settings
 from .inputs import Inputs
 from .kernel_call import Call, Prepared
 
@@ -70,11 +70,10 @@ def _question(kind: str, tensors: tuple[Tensor | None, ...], options: tuple) -> 
     return tuple(parts)
 
 
-def launch_first(x: Inputs, call: Call, tensors: dict[str, Tensor]) -> list[Tensor]:
+def launch_first(x: Inputs, call: Call, tensors: dict[str, Tensor], prepared: Prepared) -> list[Tensor]:
     """The outputs of a call that was just planned; it is remembered if it works on the tensors of ``x`` themselves."""
     if not all(call.shape.grid):  # no blocks: the outputs have no elements
         return [torch.empty(o.shape, dtype=o.dtype, device=call.device) for o in call.outputs]
-    prepared = launch.prepare(call)
     outputs = prepared(list(tensors.values()))
     if not any(getattr(x, name) for name in _OTHERS) and all(t is getattr(x, name) for name, t in tensors.items()):
         if len(_known) >= _MOST:

@@ -95,7 +95,7 @@ def test_amd(name, arch, amd_compiler):
 
 
 def test_every_tile_and_variant_has_a_gate():
-    tiles = {f"d{row[0]}" for row in sm80._TILES}
+    tiles = {f"d{row[0]}" for row in sm80.BODY.tiles}
     for arch in ARCHS:
         names = {name for name, a in GATES if a == arch}
         assert arch == "compute_80" or tiles <= names

@@ -107,6 +107,43 @@ def test_a_disk_that_takes_nothing(tmp_path, caplog, monkeypatch):
     assert Store(shipped=(), cache=tmp_path / "file").put(image()) is None
 
 
+def test_a_refused_image_is_passed_over_and_kept(tmp_path):
+    """The next one of that address is taken."""
+    s = store(tmp_path)
+    images.publish(image(code=b"shipped"), tmp_path / "shipped")
+    s.put(replace(image(code=b"cached"), compiler="another compiler"))
+    assert s.find(SPEC, {(SPEC.key(), "a compiler 1.0")}).code == b"cached"
+    assert s.find(SPEC, {(SPEC.key(), "a compiler 1.0"), (SPEC.key(), "another compiler")}) is None
+    assert len(list(s)) == 2
+
+
+def test_files_of_a_store(tmp_path):
+    """Broken ones too, and nothing is removed."""
+    s = store(tmp_path)
+    shipped = images.publish(image(), tmp_path / "shipped")
+    cached = s.put(image())
+    cached.write_bytes(cached.read_bytes()[:-1])
+    stray = cached.with_name("0" * 32 + ".image")
+    stray.write_bytes(shipped.read_bytes())
+    files = {f.path: f for f in s.files()}
+    assert [f.place for f in s.files()] == ["wheel", "cache", "cache"]
+    assert files[shipped].image.code == b"code" and files[shipped].fault == ""
+    assert files[cached].image is None and "3 of 4 bytes" in files[cached].fault
+    assert files[stray].image is None and "holds arch/sm80/forward.cu" in files[stray].fault
+    assert all(f.size == f.path.stat().st_size and f.modified == f.path.stat().st_mtime for f in files.values())
+    assert [i.path for i in s] == [str(shipped)]
+
+
+def test_a_configuration_in_words():
+    config = (("element", "fp16"), ("head_dim", 192), ("head_dim_v", 128), ("tile_m", 64), ("tile_n", 32))
+    config += (("num_warps", 4), ("softcap", True), ("alibi", False), ("attn_mask", "added16"))
+    words = image(replace(SPEC, config=config)).words()
+    assert words == "arch/sm80/forward.cu: fp16, head_dim 192, v 128, tile 64x32, softcap, attn_mask added16"
+    plain = (("element", "bf16"), ("head_dim", 64), ("head_dim_v", 64), ("tile_m", 8), ("tile_n", 8))
+    assert image(replace(SPEC, config=plain)).words() == "arch/sm80/forward.cu: bf16, head_dim 64, tile 8x8"
+    assert replace(image(), name="something else").words() == "something else"
+
+
 MANY = """
 import sys
 from dataclasses import replace

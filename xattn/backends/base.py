@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..capability import Capability, Refusal, check
 from ..device import Device
+from ..images import ImageSpec
 from ..inputs import Inputs
 from ..kernel_call import Call
 from ..problem import Problem, SizeBucket
@@ -45,6 +46,9 @@ class Backend:
     ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs
     parallel to ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None
     where it is not offered. ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
+    ``notes`` stand in every plan. ``missing(device)`` says what a device of this machine lacks to be served, "" where
+    nothing. ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80", "compute_80",
+    "gfx942"), so that they can be built ahead of time.
     """
 
     name: str
@@ -55,6 +59,9 @@ class Backend:
     double_backward: Callable[..., tuple[Tensor, Tensor | None, list[Tensor | None]]] | None = None
     prepare: Callable[[Inputs, Config], tuple[Call, dict[str, Tensor]]] | None = None
     config: Callable[[Problem, SizeBucket, Device], Config] = lambda problem, size, device: ()
+    notes: tuple[str, ...] = ()
+    missing: Callable[[Device], str] = lambda device: ""
+    images: Callable[[str], Iterable[ImageSpec]] = lambda arch: ()
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
         """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes
@@ -62,5 +69,7 @@ class Backend:
         reason = _unavailable.get((self.name, problem, device))
         if reason is not None:
             return (Refusal("failed", "device", reason),)
+        if device.index is not None and (lacking := self.missing(device)):
+            return (Refusal("missing", "installation", lacking),)
         found = [check(problem, size, device, c) for c in self.capabilities()]
         return min(found, key=lambda refusals: (any(r.code in ("vendor", "arch") for r in refusals), len(refusals)))
