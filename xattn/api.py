@@ -96,9 +96,32 @@ def attention(
         )
         if found is not None:
             return found
-        del found
-    del plain  # locals() are the arguments
-    return calls.run(calls.normalise("attention", dict(locals())))
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "causal": causal,
+        "window": window,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "attn_mask": attn_mask,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "seqused_k": seqused_k,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "epilogue": epilogue,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "out": out,
+        "backend": backend,
+    }
+    return calls.run(calls.normalise("attention", given))
 
 
 def attention_varlen(
@@ -158,9 +181,36 @@ def attention_varlen(
         )
         if found is not None:
             return found
-        del found
-    del plain  # locals() are the arguments
-    return calls.run(calls.normalise("varlen", dict(locals())))
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "causal": causal,
+        "window": window,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "attn_mask": attn_mask,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "seqused_k": seqused_k,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "epilogue": epilogue,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "out": out,
+        "backend": backend,
+    }
+    return calls.run(calls.normalise("varlen", given))
 
 
 def attention_paged(
@@ -229,7 +279,42 @@ def attention_paged(
         As ``attention_varlen``; also DeviceValueError for a page id or length out of range, and for new tokens without
         room: on the CPU before anything is written, on a GPU those are not written and ``check_errors`` raises.
     """
-    return calls.run(calls.normalise("paged", dict(locals())))
+    given = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_table": page_table,
+        "seqlens_k": seqlens_k,
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "k_new": k_new,
+        "v_new": v_new,
+        "cu_seqlens_new": cu_seqlens_new,
+        "rotary": rotary,
+        "kv_layout": kv_layout,
+        "num_splits": num_splits,
+        "causal": causal,
+        "window": window,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "attn_mask": attn_mask,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "epilogue": epilogue,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "out": out,
+        "backend": backend,
+    }
+    return calls.run(calls.normalise("paged", given))
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
