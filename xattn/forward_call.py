@@ -14,7 +14,7 @@ from . import jit, launch, status
 from .device import Device
 from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
-from .inputs import Inputs, is_direct
+from .inputs import TENSORS, Inputs, is_direct
 from .kernel_call import Call, Output, Shape, slot
 from .launch_params import ForwardParams, Operand
 from .problem import Problem
@@ -166,6 +166,7 @@ def prepare(
 
     shared = 2 * (tile_m * max(head_dim, head_dim_v) + tile_n * (head_dim + head_dim_v))
     shape = Shape((sequences * x.num_heads_q * m_blocks, 1, 1), (body.warp_size * warps, 1, 1), shared)
+    tensors = {name: tensors[name] for name in TENSORS[x.kind] if name in tensors}
     slots = tuple(slot(ForwardParams, _PARAMS.get(name, name)) for name in tensors)
     call = Call(
         image=image,

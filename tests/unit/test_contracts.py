@@ -445,9 +445,11 @@ def test_12_bad_values_on_the_device(target, kind, change):
         assert out.isnan().all()
         xattn.check_errors()
     else:
-        ask(target, kind, *args, **options)
-        with pytest.raises(xattn.DeviceValueError):
-            xattn.check_errors()
+        # twice: a native backend launches the second without planning
+        for _ in range(2):
+            ask(target, kind, *args, **options)
+            with pytest.raises(xattn.DeviceValueError):
+                xattn.check_errors()
         xattn.check_errors()
 
 
