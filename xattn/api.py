@@ -242,7 +242,8 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 
     Returns:
         (out, lse) of the same shapes and dtypes. out = sum_n out_n exp(lse_n - lse) with lse = log sum_n exp(lse_n);
-        where every part is empty, out 0 and lse -inf. Both are differentiable.
+        where every part is empty, out 0 and lse -inf; a part with lse inf is the result, of several their mean. Both
+        are differentiable.
     """
     for name, parts in (("outs", outs), ("lses", lses)):
         if isinstance(parts, Tensor) or not isinstance(parts, Sequence):
@@ -263,13 +264,17 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
         validate.fail("lses", got, "(batch, heads_q, seqlen_q), or (heads_q, total_q) for packed outs")
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
     stacked = torch.stack(list(lses)).to(dtype)
+    all_of_it = stacked.detach() == float("inf")
+    taken = all_of_it.any(0)
+    stacked = torch.where(taken, 0, stacked)
     top = stacked.detach().amax(0)
     top = torch.where(top == float("-inf"), 0, top)
-    weights = torch.exp(stacked - top)
+    weights = torch.where(taken, all_of_it.to(dtype), torch.exp(stacked - top))
     total = weights.sum(0)
     empty = total == 0
     safe = torch.where(empty, 1, total)
     merged = torch.where(empty, float("-inf"), torch.log(safe) + top)
+    merged = torch.where(taken, float("inf"), merged)
     weights = (weights / safe).transpose(-1, -2)[..., None]
     # A part without weight counts as 0 whatever it holds: its out may be anything where its lse is -inf.
     values = torch.where(weights == 0, 0, torch.stack(list(outs)).to(dtype))
