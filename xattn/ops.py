@@ -1,9 +1,9 @@
 """The torch ops ``torch.ops.xattn.*``: schemas, fakes with real strides, and their kernels, which plan and run a
 backend.
 
-    attention, attention_varlen, attention_paged       -> (out, lse); lse is empty unless return_lse (where a gradient
-    is
-                                                          asked for, it may be full of NaN instead)
+    attention, attention_varlen, attention_paged       -> (out, lse); without return_lse, lse is for the backward alone:
+                                                          empty, or zeros where a gradient is asked for and the backend
+                                                          needs none
     attention_backward, attention_varlen_backward      -> gradients of the wanted tensors
     rotary                                             -> x rotated as tokens at their positions
     append_paged                                       writes new keys and values into a paged cache
@@ -15,7 +15,6 @@ to be had.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -57,6 +56,7 @@ _POSITIONAL = {
 _ONLY_PAGED = ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "kv_layout", "num_splits")
 _COMMON = tuple(part.split("=")[0].split()[-1] for part in _TAIL.split(", "))
 _MODS = ("score_mod", "mask_mod", "epilogue")
+_FARTHEST = 1 << 62  # a window distance beyond every key
 
 for _name, _head in _HEADS.items():
     _LIBRARY.define(f"{_name}({_head}{_TAIL}, bool[]? needs_grad=None) -> (Tensor, Tensor)")
@@ -133,6 +133,9 @@ def record(kind: str, args: tuple, kwargs: dict[str, Any]) -> Inputs:
     for name in _MODS:
         fields[name] = fusion.lookup(fields.get(name) or "")
         fields[f"{name}_aux"] = tuple(fields.get(f"{name}_aux") or ())
+    for side in ("window_left", "window_right"):  # so that no sum of it and an index overflows
+        if isinstance(fields.get(side), int):
+            fields[side] = min(fields[side], _FARTHEST)
     if fields.get("deterministic") is None:
         fields["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if kind == "paged":
@@ -182,10 +185,10 @@ def _answer(backend: Backend, inputs: Inputs, config: Config) -> tuple[Tensor, T
 
 
 def _no_lse(inputs: Inputs, needs_grad: bool) -> Tensor:
-    """What stands for an lse that was not asked for: empty, or NaN where only a backward of another kind of backend
+    """What stands for an lse that was not asked for: empty, or zeros where only a backward of another kind of backend
     could read it."""
     shape = inputs.lse_shape if inputs.return_lse or needs_grad else (0,)
-    return torch.full(shape, math.nan, dtype=torch.float32, device=inputs.q.device)
+    return torch.zeros(shape, dtype=torch.float32, device=inputs.q.device)
 
 
 def _kernel(kind: str):
