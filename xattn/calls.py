@@ -47,6 +47,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
         validate.tensor(name, given[name], optional=False)
     for name in (*_OPTIONAL, *(_OPTIONAL_PAGED if kind == "paged" else ())):
         validate.tensor(name, given.get(name))
+    given = _autocast(kind, given)
     kwargs = {name: value for name, value in given.items() if name not in tensors and name not in _NOT_OF_THE_OP}
     for name in _COUNTS[kind]:
         if kind == "varlen" or kwargs[name] is not None:
@@ -112,6 +113,8 @@ def repeated(
 def run(call: Call) -> Any:
     """Makes the call: everything the host can see is checked before anything is written."""
     compiling = torch.compiler.is_compiling()
+    if not compiling:
+        _refuse_transforms(call)
     if not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
         inputs = ops.record(call.kind, call.positional, call.kwargs)
         check(call, inputs)
@@ -119,7 +122,7 @@ def run(call: Call) -> Any:
         found = dispatch.plan(inputs.problem(asked(inputs)), inputs.size_bucket(), at, backend=backend)
         dispatch.must_answer(found, backend)
         if call.append is not None:
-            validate.values(replace(inputs, seqlens_k=call.append["seqlens_k"]))
+            _validate_appended(inputs, call.append)
     if call.append is not None:
         torch.ops.xattn.append_paged(**call.append)
     positional = call.positional
@@ -130,8 +133,10 @@ def run(call: Call) -> Any:
         positional = (turned, *positional[1:])
     if not compiling and autograd.transforms_active():
         inputs = ops.record(call.kind, positional, call.kwargs)
-        wanted = [t is not None and t.is_floating_point() and t.dtype.itemsize > 1 for _, t in inputs.differentiable()]
-        needs = wanted if call.kind != "paged" else None
+        if call.kind == "paged":
+            validate.call(inputs, asked(inputs))
+        needs = [t is not None and t.is_floating_point() and t.dtype.itemsize > 1 for _, t in inputs.differentiable()]
+        needs = [need and call.kind != "paged" for need in needs]
         result, lse = autograd.Attention.apply(inputs.without_tensors(), needs, *inputs.flat())
     elif call.kind == "attention":
         result, lse = torch.ops.xattn.attention(*positional, **call.kwargs)
@@ -144,11 +149,27 @@ def run(call: Call) -> Any:
     return (result, lse) if call.kwargs["return_lse"] else result
 
 
+def _refuse_transforms(call: Call) -> None:
+    """What a torch.func transform or a dual tensor asks for in vain, by name."""
+    if autograd.transforms_active():
+        written = {"out": call.out, "k_new": call.append}
+        for name in (n for n, given in written.items() if given is not None):
+            raise UnsupportedError(
+                f"{name}: got a tensor under a torch.func transform (vmap, grad); allowed: None there"
+            )
+    autograd.refuse_forward_mode(t for t in call.positional if isinstance(t, Tensor))
+
+
 def describe(kind: str, given: dict[str, Any]) -> Inputs:
-    """The record of a call that is not made, checked as if it were; user functions are noted, not traced."""
+    """The record of a call that is not made, checked as if it were; user functions are traced, and only noted."""
     call = normalise(kind, given, trace=False)
     epilogue = given["epilogue"]
     device = given["q"].device
+    for role in _FUNCTIONS:
+        if given[role] is not None:
+            fn, aux = (epilogue.fn, epilogue.aux) if role == "epilogue" else (given[role], ())
+            held = [t.device for t in (*aux, *_held(fn)) if t.device.type != "meta"] or [torch.device("cpu")]
+            fusion.trace(role, fn, held[0] if device.type == "meta" else device, aux)
     inputs = replace(
         ops.record(kind, call.positional, call.kwargs),
         score_mod=_noted("score_mod", given["score_mod"]),
@@ -179,14 +200,26 @@ def asked(inputs: Inputs) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- parts
+def _autocast(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as autocast makes them, where it is on: what is checked and planned is what is computed."""
+    at = given["q"].device.type
+    if at not in ("cpu", "cuda") or not torch.is_autocast_enabled(at):
+        return given
+    dtype = torch.get_autocast_dtype(at)
+    names = ["q", "k", "v", "attn_mask"]
+    if kind == "paged":
+        names, dtype = ["q", "k_new", "v_new"], ops.autocast_of_cache(given["k_cache"], dtype)
+    return given | {n: ops.autocast(given[n], dtype) for n in names if given[n] is not None}
+
+
 def _numbers(kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     for name in ("causal", "return_lse"):
         validate.flag(name, kwargs[name])
     if kwargs["deterministic"] is not None:
         validate.flag("deterministic", kwargs["deterministic"])
     if kwargs["softmax_scale"] is not None:
-        kwargs["softmax_scale"] = validate.number("softmax_scale", kwargs["softmax_scale"])
-    kwargs["softcap"] = validate.number("softcap", kwargs["softcap"], low=0.0)
+        kwargs["softmax_scale"] = validate.factor("softmax_scale", kwargs["softmax_scale"])
+    kwargs["softcap"] = validate.factor("softcap", kwargs["softcap"])
     kwargs["dropout_p"] = validate.number("dropout_p", kwargs["dropout_p"], 0.0, 1.0)
     if kwargs["backend"] is not None and not isinstance(kwargs["backend"], str):
         validate.fail("backend", type(kwargs["backend"]).__name__, "the name of a backend, or None", TypeError)
@@ -228,6 +261,9 @@ def _append(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | N
             if given[name] is not None:
                 validate.fail("k_new", None, f"a tensor, where {name} is given")
         return None
+    for name in ("k_scale", "v_scale"):
+        if not isinstance(given[name], Tensor):
+            validate.divisor(name, given[name])
     names = ("k_cache", "v_cache", "page_table", "seqlens_k", "k_new", "v_new", "cu_seqlens_new", "kv_layout")
     append = {name: given[name] for name in names}
     append["k_scale"], append["v_scale"] = kwargs["k_scale"], kwargs["v_scale"]
@@ -245,6 +281,13 @@ def _validate_append(append: dict[str, Any]) -> None:
     validate.append(**{name: value for name, value in append.items() if not name.startswith("rotary")})
     if "rotary_cos" in append:
         Rotary(append["rotary_cos"], append["rotary_sin"], append["rotary_interleaved"]).check(append["k_new"])
+
+
+def _validate_appended(inputs: Inputs, append: dict[str, Any]) -> None:
+    """Values, before a token is written."""
+    if append["cu_seqlens_new"] is not None:
+        validate.offsets("cu_seqlens_new", append["cu_seqlens_new"], append["k_new"].shape[0])
+    validate.values(replace(inputs, seqlens_k=append["seqlens_k"]))
 
 
 def _check_out(inputs: Inputs, grads: Sequence[str], out: Tensor) -> None:

@@ -144,7 +144,8 @@ def record(kind: str, args: tuple, kwargs: dict[str, Any]) -> Inputs:
         if (
             fields.get("max_seqlen_q") is None
         ):  # packed queries whose longest run was not given: no run is longer than all
-            fields["max_seqlen_q"] = fields["q"].shape[0] if fields["q"].dim() == 3 else 0
+            shape = fields["q"].shape
+            fields["max_seqlen_q"] = shape[0] if len(shape) == 3 else shape[1] if len(shape) > 1 else 0
     return Inputs(kind=kind, **fields)
 
 
@@ -269,14 +270,22 @@ def _autocast_kernel(kind: str, device_type: str):
     def kernel(*args, **kwargs):
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            q, k, v = (autocast(t, dtype) for t in args[:3])
-            if kind == "paged":
-                k, v = args[1:3]  # a cache is not cast: it is as large as it is
+            if kind == "paged":  # a cache is not cast, it is as large as it is
+                k, v = args[1:3]
+                q = autocast(args[0], autocast_of_cache(k, dtype))
+            else:
+                q, k, v = (autocast(t, dtype) for t in args[:3])
             if kwargs.get("attn_mask") is not None:
                 kwargs["attn_mask"] = autocast(kwargs["attn_mask"], dtype)
             return op(q, k, v, *args[3:], **kwargs)
 
     return kernel
+
+
+def autocast_of_cache(k_cache: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What queries and new tokens of a paged call become under autocast to ``dtype``: what the cache holds, if not
+    fp8."""
+    return dtype if dtype_name(k_cache.dtype) in FP8 else k_cache.dtype
 
 
 def autocast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -301,6 +310,8 @@ def _append(
     rotary_interleaved=False,
 ):
     validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        validate.divisor(name, scale)
     rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, rotary_interleaved)
     if cu_seqlens_new is not None:
         validate.offsets("cu_seqlens_new", cu_seqlens_new, k_new.shape[0])

@@ -497,6 +497,55 @@ def test_autocast_varlen_and_paged():
     assert all(g.dtype == torch.float32 for g in gradients(out, x[:3]))
 
 
+KINDS = ("attention", "varlen", "paged")
+
+
+def of_kind(kind: str, **options) -> tuple:
+    """(function, arguments) of a small call."""
+    if kind == "paged":
+        return xattn.attention_paged, tuple(pages([5, 9]).values())
+    return (xattn.attention, qkv(**options)) if kind == "attention" else (xattn.attention_varlen, packed([3], [3]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_is_seen_by_explain_and_by_out(kind, given):
+    fn, args = of_kind(kind)
+    args = (args[0].detach().to(given), *args[1:])  # q of another dtype than k and v
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        plan = xattn.explain(*args, kind=kind)
+        out = fn(*args)
+        dtype = torch.float32 if kind == "paged" else torch.bfloat16  # a cache is not cast
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+        assert out.dtype == dtype and plan.problem.dtype == plan.problem.dtype_kv == names[dtype]
+        assert xattn.supported(*args, kind=kind)
+        assert torch.equal(fn(*args, out=torch.empty_like(out)), out)
+        with pytest.raises(ValueError, match=f"^out: .*; allowed: .*{dtype}"):
+            fn(*args, out=torch.empty_like(out, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_gives_new_tokens_the_dtype_of_the_cache(cache, dtype):
+    """Computed as without autocast in that dtype; beside an fp8 cache in autocast's."""
+    p = pages([5, 9], seqlen_new=2)
+    p |= {n: p[n].to(cache) for n in ("k_cache", "v_cache")}
+    at = torch.bfloat16 if cache.itemsize == 1 else cache
+    fresh = {n: p[n].clone() for n in ("k_cache", "v_cache")}
+    wanted = xattn.attention_paged(**p | fresh | {n: p[n].to(at) for n in ("q", "k_new", "v_new")})
+    with torch.autocast("cpu", torch.bfloat16):
+        given = p | {n: p[n].to(dtype) for n in ("q", "k_new", "v_new")}
+        assert xattn.supported(**given, kind="paged")
+        out = xattn.attention_paged(**given)
+        op = torch.ops.xattn.attention_paged(
+            *(given[n] for n in ("q", "k_cache", "v_cache", "page_table", "seqlens_k"))
+        )
+    assert out.dtype == op[0].dtype == at
+    if dtype == torch.float32:
+        assert torch.equal(out, wanted)
+        assert all(torch.equal(p[n].float(), t.float()) for n, t in fresh.items())
+
+
 @pytest.mark.parametrize("cast", [False, True])
 def test_autocast_leaves_float64(cast):
     x = qkv(dtype=torch.float64)
@@ -516,6 +565,72 @@ def test_autocast_under_compile(compiled):
 
 
 # ---------------------------------------------------------------- torch.func
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["reference", "sdpa", None])
+def test_forward_mode_is_refused(kind, backend):
+    fn, (q, *rest) = of_kind(kind, grad=False)
+    q, rest = q.detach(), [t.detach() if isinstance(t, Tensor) else t for t in rest]
+
+    def total(x):
+        return fn(x, *rest, backend=backend).sum()
+
+    def dual(x):
+        with torch.autograd.forward_ad.dual_level():
+            return total(torch.autograd.forward_ad.make_dual(x, x))
+
+    ways = [torch.func.jacfwd(total), lambda x: torch.func.jvp(total, (x,), (x,)), dual]
+    for way in ways if kind == "paged" else [*ways, torch.func.hessian(total)]:
+        with pytest.raises(UnsupportedError, match="forward-mode .*; allowed: reverse mode"):
+            way(q)
+    if backend == "reference" and kind == "attention":  # what the message names
+        second = torch.func.jacrev(torch.func.jacrev(lambda x: total(q * x.sin().sum())))(torch.ones(2))
+        assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_vmap_over_nothing(kind, return_lse, dim):
+    fn, (q, *rest) = of_kind(kind)
+    none = torch.stack([q.detach()] * 2, dim).narrow(dim, 0, 0)
+    got = torch.vmap(lambda x: fn(x, *rest, return_lse=return_lse), in_dims=dim)(none)
+    wanted = fn(q.detach(), *rest, return_lse=return_lse)
+    pairs = zip(got, wanted, strict=True) if return_lse else [(got, wanted)]
+    assert all(g.shape == (0, *w.shape) and g.dtype == w.dtype for g, w in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms_write_nothing(kind):
+    fn, (q, *rest) = of_kind(kind)
+    out = torch.zeros(q.shape)
+    for way in (torch.vmap, torch.func.grad):
+        with pytest.raises(UnsupportedError, match="^out: got a tensor under a torch.func transform"):
+            way(lambda x: fn(x, *rest, out=out).sum())(torch.stack([q.detach()]) if way is torch.vmap else q.detach())
+    assert not out.any()
+
+
+def test_transforms_of_paged_calls():
+    p = pages([5, 9], seqlen_new=1)
+    caches = [p[n].clone() for n in ("k_cache", "v_cache")]
+    q = p.pop("q")
+    with pytest.raises(UnsupportedError, match="^k_new: got a tensor under a torch.func transform"):
+        torch.vmap(lambda x: xattn.attention_paged(x, **p))(torch.stack([q]))
+    assert torch.equal(p["k_cache"], caches[0]) and torch.equal(p["v_cache"], caches[1])
+    p = {n: t for n, t in p.items() if not n.endswith("_new")}
+
+    def total(x):
+        return xattn.attention_paged(x, **p).sum()
+
+    for way, x in (
+        (torch.func.grad(total), q),
+        (torch.vmap(torch.func.grad(total)), q[None]),
+        (torch.func.grad(lambda x: torch.vmap(total)(x).sum()), q[None]),
+        (torch.func.jacrev(total), q),
+    ):
+        with pytest.raises(RuntimeError, match="attention_paged has no gradient"):
+            way(x)
+
+
 reference = functools.partial(xattn.attention, causal=True, backend="reference")
 BACKENDS = ["reference", "sdpa", None]
 
