@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, ops, paging, repeats, rng, validate
+from . import autograd, dispatch, fusion, ops, paging, repeats, rng, segments, validate
 from .device import of as device_of
 from .errors import UnsupportedError
 from .fusion import Epilogue
@@ -61,11 +61,11 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
             kwargs["dropout_rng"] = rng.draw(q.device)
         else:
             kwargs["dropout_rng"] = torch.empty(2, dtype=torch.int64, device=q.device)
-    _functions(kwargs, given, q.device, trace)
     positional = tuple(given[name] for name in tensors)
     if kind == "varlen":
         positional += (kwargs.pop("max_seqlen_q"), kwargs.pop("max_seqlen_k"))
     if kind != "paged":
+        _functions(kind, kwargs, given, None, trace)
         return Call(kind, positional, kwargs, given["out"], None, None)
     append = _append(given, kwargs)
     if append is not None:
@@ -74,6 +74,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
         new, offsets = append["k_new"], append["cu_seqlens_new"]
         lengths = given["seqlens_k"] + (new.shape[1] if offsets is None else offsets[1:] - offsets[:-1])
         positional = (*positional[:4], lengths)
+    _functions(kind, kwargs, given, positional[4], trace)
     return Call(kind, positional, kwargs, given["out"], append, given["rotary"])
 
 
@@ -123,6 +124,7 @@ def run(call: Call) -> Any:
         dispatch.must_answer(found, backend)
         if call.append is not None:
             _validate_appended(inputs, call.append)
+        _probe_functions(inputs)
     if call.append is not None:
         torch.ops.xattn.append_paged(**call.append)
     positional = call.positional
@@ -167,9 +169,8 @@ def describe(kind: str, given: dict[str, Any]) -> Inputs:
     device = given["q"].device
     for role in _FUNCTIONS:
         if given[role] is not None:
-            fn, aux = (epilogue.fn, epilogue.aux) if role == "epilogue" else (given[role], ())
-            held = [t.device for t in (*aux, *_held(fn)) if t.device.type != "meta"] or [torch.device("cpu")]
-            fusion.trace(role, fn, held[0] if device.type == "meta" else device, aux)
+            fn, aux = (epilogue.fn, call.kwargs.pop("epilogue_aux")) if role == "epilogue" else (given[role], ())
+            _traceable(role, fn, device, aux)
     inputs = replace(
         ops.record(kind, call.positional, call.kwargs),
         score_mod=_noted("score_mod", given["score_mod"]),
@@ -230,15 +231,20 @@ def _numbers(kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     kwargs["window_left"], kwargs["window_right"] = validate.window(given["window"])
 
 
-def _functions(kwargs: dict[str, Any], given: dict[str, Any], device: torch.device, trace: bool) -> None:
+def _functions(kind: str, kwargs: dict[str, Any], given: dict[str, Any], lengths: Tensor | None, trace: bool) -> None:
+    """``lengths``: of paged calls, the new tokens included."""
     epilogue = given["epilogue"]
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         validate.fail("epilogue", type(epilogue).__name__, "an xattn.Epilogue or None", TypeError)
     for role in ("score_mod", "mask_mod"):
         if given[role] is not None and not callable(given[role]):
             validate.fail(role, type(given[role]).__name__, "a function, or None", TypeError)
+    aux: tuple[Tensor, ...] = ()
     if epilogue is not None:
         kwargs["out_dtype"] = epilogue.out_dtype
+        aux = _epilogue_aux(kind, epilogue, given, lengths)
+        if not trace:
+            kwargs["epilogue_aux"] = aux
     if not trace:
         return
     for role in _FUNCTIONS:
@@ -246,9 +252,30 @@ def _functions(kwargs: dict[str, Any], given: dict[str, Any], device: torch.devi
             continue
         if torch.compiler.is_exporting():
             raise UnsupportedError(f"{role}: user functions do not travel in exported modules; export without it")
-        fn, aux = (epilogue.fn, epilogue.aux) if role == "epilogue" and epilogue else (given[role], ())
-        key, tensors = fusion.trace(role, fn, device, aux)
+        fn = epilogue.fn if role == "epilogue" and epilogue else given[role]
+        key, tensors = fusion.trace(role, fn, given["q"].device, aux if role == "epilogue" else ())
         kwargs[role], kwargs[f"{role}_aux"] = key, tensors or None
+
+
+def _epilogue_aux(kind: str, epilogue: Epilogue, given: dict[str, Any], lengths: Tensor | None) -> tuple[Tensor, ...]:
+    """The aux tensors of an epilogue; those of the output's shape by rows, and where each sequence starts in them."""
+    if not epilogue.rows:
+        return epilogue.aux
+    q, offsets = given["q"], given.get("cu_seqlens_q")
+    wanted = (*q.shape[:-1], given["v_cache" if kind == "paged" else "v"].shape[-1])
+    aux = list(epilogue.aux)
+    for n in epilogue.rows:
+        if tuple(aux[n].shape) != wanted or len(wanted) not in (3, 4):
+            validate.fail("epilogue", f"a tensor of shape {tuple(aux[n].shape)}", f"{wanted}, the shape of the output")
+        aux[n] = aux[n].flatten(0, -3)
+    if offsets is not None:
+        starts, seqlens_q = offsets[:-1].long(), (offsets[1:] - offsets[:-1]).long()
+    else:
+        starts, seqlens_q = torch.arange(q.shape[0], device=q.device) * q.shape[1], q.shape[1]
+    if lengths is not None:  # q_idx counts from the start of the sequence, not from that of its queries
+        starts = starts - (lengths.long() - seqlens_q)
+    rows = aux[epilogue.rows[0]].shape[0]
+    return (*aux, torch.cat([starts, torch.full((1,), rows - 1, dtype=torch.int64, device=q.device)]))
 
 
 def _append(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -288,6 +315,37 @@ def _validate_appended(inputs: Inputs, append: dict[str, Any]) -> None:
     if append["cu_seqlens_new"] is not None:
         validate.offsets("cu_seqlens_new", append["cu_seqlens_new"], append["k_new"].shape[0])
     validate.values(replace(inputs, seqlens_k=append["seqlens_k"]))
+
+
+def _traceable(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor]) -> None:
+    """Raises what tracing raises. For meta tensors on the device of what the function holds, or on the CPU."""
+    if device.type == "meta":
+        device = next((t.device for t in _held(fn)), torch.device("cpu"))
+        aux = [torch.zeros((), dtype=t.dtype, device=device).expand(t.shape) for t in aux]
+    fusion.trace(role, fn, device, aux)
+
+
+def _probe_functions(x: Inputs) -> None:
+    """On the CPU, before a result or a token is written: user functions at the first and last index of each kind.
+
+    So that a tensor which they hold and which is too small is found in time; kernels find the rest.
+    """
+    functions = [(role, getattr(x, role), aux) for role in _FUNCTIONS if (aux := getattr(x, f"{role}_aux"))]
+    if not functions or x.q.device.type != "cpu":
+        return
+    if x.kind != "paged":
+        validate.values(x)
+    heads = torch.tensor([0, x.num_heads_q - 1])
+    for segment in segments.segments(x, 1):
+        batch, seqlen_q, seqlen_k = segment.batch_idx, segment.extent_q, segment.extent_k
+        for role, mod, aux in functions:
+            last = (x.head_dim_v if role == "epilogue" else seqlen_k) - 1
+            if seqlen_q < 1 or last < 0:
+                continue
+            first = seqlen_k - seqlen_q if x.kind == "paged" else 0
+            value = [] if role == "mask_mod" else [torch.zeros(len(batch), 2, 2, 2)]
+            ends = torch.tensor([[first], [first + seqlen_q - 1]]), torch.tensor([0, last])
+            mod.eager(*value, batch[:, None, None, None], heads[:, None, None], *ends, *aux)
 
 
 def _check_out(inputs: Inputs, grads: Sequence[str], out: Tensor) -> None:
