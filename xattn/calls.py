@@ -262,10 +262,13 @@ def _epilogue_aux(kind: str, epilogue: Epilogue, given: dict[str, Any], lengths:
     if not epilogue.rows:
         return epilogue.aux
     q, offsets = given["q"], given.get("cu_seqlens_q")
+    rank = 3 if kind == "varlen" or offsets is not None else 4
+    if q.dim() != rank:
+        validate.fail("q", f"shape {tuple(q.shape)}", f"{rank} dimensions")
     wanted = (*q.shape[:-1], given["v_cache" if kind == "paged" else "v"].shape[-1])
     aux = list(epilogue.aux)
     for n in epilogue.rows:
-        if tuple(aux[n].shape) != wanted or len(wanted) not in (3, 4):
+        if tuple(aux[n].shape) != wanted:
             validate.fail("epilogue", f"a tensor of shape {tuple(aux[n].shape)}", f"{wanted}, the shape of the output")
         aux[n] = aux[n].flatten(0, -3)
     if offsets is not None:

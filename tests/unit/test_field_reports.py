@@ -901,6 +901,20 @@ def test_an_added_mask_keeps_its_precision(target, dtype, mask_dtype, value, kin
             torch.testing.assert_close(out.double(), mean.expand(out.shape), rtol=2e-2, atol=2e-2)
 
 
+@each_target
+@each_dtype
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (3, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("form", ["bool", "added"])
+@pytest.mark.parametrize("kind", ["attention", "varlen"])
+def test_masks_under_permuted_strides(target, dtype, order, form, kind):
+    t, other = as_kind(kind, qkv(2, 5, 7, 4, 16, dtype, 2))
+    mask = random((2, 4, 5, 7), dtype, 4)
+    mask = mask > -0.5 if form == "bool" else mask
+    back = sorted(range(4), key=order.__getitem__)
+    mask = mask.permute(order).contiguous().permute(back)
+    measured(target, kind, {**t, "attn_mask": mask}, ("q", "k", "v"), **other)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [(64, 64), (64, 32), (32, 64), (7, 9)], ids=str)
 @pytest.mark.parametrize(

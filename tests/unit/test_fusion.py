@@ -601,6 +601,8 @@ def test_tensors_of_another_shape_are_refused(kind, make, change):
     with pytest.raises(ValueError, match="^epilogue: got a tensor of shape"):
         xattn.explain(**given, kind=kind if kind in ("attention", "varlen") else "paged", epilogue=epilogue)
     assert (out == 7).all() and all(torch.equal(given[n], t) for n, t in before.items())
+    with pytest.raises(ValueError, match="^q: got shape"):
+        asked(kind, given | {"q": given["q"][0]}, epilogue=epilogue)
 
 
 def test_tensors_of_the_output_and_rows_of_no_sequence():
