@@ -276,6 +276,16 @@ def test_compile_merge_states(compiled):
     assert graphs() == 1
 
 
+def test_compile_distances_without_end(compiled):
+    """A symbolic distance may be as far as an int reaches."""
+    x = qkv(grad=False)
+    fast = compiled(lambda *t, far: xattn.attention(*t, window=(far, far)))
+    for far in (2, 3, 4, sys.maxsize - 1, sys.maxsize):
+        torch.testing.assert_close(fast(*x, far=far), xattn.attention(*x, window=(far, far)))
+    torch.testing.assert_close(fast(*x, far=sys.maxsize), xattn.attention(*x))
+    assert graphs() <= 2
+
+
 @pytest.mark.slow
 def test_compile_with_inductor(compiled):
     def f(q, k, v):

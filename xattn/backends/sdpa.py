@@ -91,7 +91,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
     on_cpu, width = q.device.type == "cpu", v.shape[3]
     grouped = q.shape[1] != k.shape[1]
     # On the CPU torch repeats the heads too, but rounds after each gradient that it adds; on GPUs one kernel does not.
-    if grouped and (on_cpu or mask is not None or q.dtype.itemsize > 2 or q.shape[3] != width):
+    if grouped and (on_cpu or mask is not None or q.dtype.itemsize > 2 or not q.shape[3] == width <= 256):
         k, v = (y[:, :, None].expand(-1, -1, q.shape[1] // y.shape[1], -1, -1).flatten(1, 2) for y in (k, v))
         grouped = False
     if on_cpu:
