@@ -25,6 +25,7 @@ ROWS = (
         "rng",
         "launch_params",
         "nvrtc12",
+        "show",
         "step_mirror",
     },
     {"device", "inputs", "status", "images"},
@@ -34,15 +35,15 @@ ROWS = (
     {"backends"},
     {"dispatch"},
     {"ops", "autograd"},
-    {"paged", "support", "calls"},
+    {"paged", "support", "shipped", "calls"},
     {"api", "distributed"},
     {"xattn"},  # the names that users import
     {"compat"},
-    {"cli", "__main__", "bench", "demo"},
+    {"cli", "__main__", "bench", "build", "demo"},
 )
 ROW = {name: n for n, row in enumerate(ROWS) for name in row}
 # A pair: an op's autograd kernel applies the Function, whose forward calls the op. And what only starts and shows.
-TOGETHER = ({"ops", "autograd"}, {"cli", "__main__", "bench", "demo"})
+TOGETHER = ({"ops", "autograd"}, {"cli", "__main__", "bench", "build", "demo"})
 
 
 def imports(path: Path) -> set[tuple[str, ...]]:
