@@ -351,7 +351,7 @@ def test_explain_needs_a_shape(capsys):
 
 
 # ---------------------------------------------------------------- the program
-@pytest.mark.parametrize("command", [(), ("info",), ("explain",), ("build",), ("demo",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("info",), ("explain",), ("check",), ("build",), ("demo",)], ids=" ".join)
 def test_help(capsys, command):
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -359,7 +359,7 @@ def test_help(capsys, command):
     text = capsys.readouterr().out
     assert text.startswith("usage: python -m xattn")
     if not command:
-        assert all(name in text for name in ("info", "explain", "build", "demo"))
+        assert all(name in text for name in ("info", "explain", "check", "build", "demo"))
         assert all(name in text and words in text for name, words in settings.VARIABLES.items())
 
 

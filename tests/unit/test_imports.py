@@ -38,7 +38,7 @@ ROWS = (
     {"paged", "support", "shipped", "calls"},
     {"api", "distributed"},
     {"xattn"},  # the names that users import
-    {"compat"},
+    {"compat", "selftest"},
     {"cli", "__main__", "bench", "build", "demo"},
 )
 ROW = {name: n for n, row in enumerate(ROWS) for name in row}
