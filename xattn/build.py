@@ -17,6 +17,8 @@ from . import device, jit, settings, shipped, show
 from .errors import UnsupportedError
 from .images import Image, ImageSpec, Store, encode, publish
 
+_MODE = 0o755  # what is built here is for others: a wheel's users, a machine's
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         arch: _specs(arch, None if args.full else chosen) for arch in args.arch or settings.archs() or chosen.archs
     }
     try:
-        args.out.mkdir(parents=True, exist_ok=True, mode=0o700)
+        args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out: {args.out}: {error.strerror}") from error
     kept = {} if args.rebuild else _kept(args.out, wanted)
@@ -132,7 +134,7 @@ def _compile_all(
         for spec, outcome in _outcomes(waiting, jobs):
             try:
                 if isinstance(outcome, _Compiled):
-                    publish(outcome.image, out)
+                    publish(outcome.image, out, _MODE)
                     done[spec] = outcome
                     tell(f"{spec.arch} {outcome.image.words()}: {outcome.seconds:.1f} s")
                     continue

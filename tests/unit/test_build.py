@@ -141,6 +141,17 @@ def test_several_architectures(command, capsys):
     assert row(text, "sm_80")[1:3] == ["4", "4"] and "4 of 4" in text and row(text, "all")[1] == "8"
 
 
+def test_what_is_built_is_for_others(command):
+    """Root builds, everybody runs."""
+    before = os.umask(0o022)
+    try:
+        assert command("--arch", "gfx942", *command.set) == 0
+    finally:
+        os.umask(before)
+    for path in (command.out, *command.out.rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
+
+
 def test_the_set_says_which_where_nobody_does(command, capsys):
     Path(command.set[1]).write_text('archs = ["gfx950"]\n' + SET)
     assert command(*command.set) == 0

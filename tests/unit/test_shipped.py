@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from xattn import jit, launch, shipped
-from xattn.backends import sm80
+from xattn.backends import Unavailable, sm80
 from xattn.device import from_arch
+from xattn.errors import UnsupportedError
 from xattn.images import ImageSpec
 from xattn.inputs import Inputs
 from xattn.problem import SizeBucket
@@ -108,6 +109,21 @@ def test_a_python_without_a_reader(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- what is asked for at run time is what is named
 class Asked(Exception):
     pass
+
+
+@pytest.mark.parametrize(
+    "error", [UnsupportedError("no compiler for sm_80:\n  nvrtc"), jit.CompileError("refused:\nlog")]
+)
+def test_without_an_image_another_backend_answers(monkeypatch, error):
+    def choose(*args):
+        raise error
+
+    monkeypatch.setattr(jit, "choose", choose)
+    q = torch.zeros(1, 5, 2, 64, dtype=torch.bfloat16)
+    inputs = Inputs("attention", q, q, q)
+    config = sm80.BACKEND.config(inputs.problem(), SizeBucket.of(1, 2, 5, 5), from_arch("sm_80"))
+    with pytest.raises(Unavailable, match=" ".join(str(error).split())):
+        sm80.BACKEND.run(inputs, config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,11 +17,12 @@ from .. import jit, launch
 from ..capability import Capability, HeadDims
 from ..device import Device
 from ..device import of as device_of
-from ..images import ConfigValue, ImageSpec
+from ..errors import UnsupportedError
+from ..images import ConfigValue, Image, ImageSpec
 from ..inputs import Inputs, is_direct
 from ..launch_params import ForwardParams, Operand
 from ..problem import Problem, SizeBucket
-from .base import Backend, Config
+from .base import Backend, Config, Unavailable
 
 CAPABILITY = Capability(
     vendors=frozenset({"nvidia"}),
@@ -156,8 +157,7 @@ def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
     heads = max(1, _SECTION_BYTES // per_head) * (x.num_heads_q // x.num_heads_kv)
     p.heads_in_section = min(heads, x.batch * x.num_heads_q)
 
-    image = jit.choose(
-        _ENTRY,
+    image = _image(
         _image_config(
             "fp16" if x.q.dtype == torch.float16 else "bf16",
             tuple((n, int(str(options[n]))) for n in ("head_dim", "head_dim_v", *_TILE_NAMES)),
@@ -172,6 +172,15 @@ def _run(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
     launch.launch(image, "xattn_forward", x.q.device, x.batch * x.num_heads_q * m_blocks, 32 * warps, shared, p)
     del keep  # torch's allocator hands their memory out again only behind this kernel, on the same stream
     return out, lse
+
+
+def _image(config: tuple[tuple[str, ConfigValue], ...], arch: str) -> Image:
+    """The image for a device; Unavailable where none is shipped and none can be compiled: another backend answers
+    then."""
+    try:
+        return jit.choose(_ENTRY, config, arch)
+    except (UnsupportedError, jit.CompileError) as error:
+        raise Unavailable(" ".join(str(error).split())[:1000]) from error
 
 
 def _direct(t: Tensor) -> Tensor:
