@@ -87,6 +87,17 @@ def attention(
         TypeError, ValueError: an argument is not what is allowed; nothing was launched or written.
         UnsupportedError: no backend, or not the one named, answers; the refusals are listed.
     """
+    plain = score_mod is None and mask_mod is None and epilogue is None and out is None
+    if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
+        found = calls.repeated(
+            "attention",
+            (q, k, v, attn_mask, alibi_slopes, sinks, seqused_k),
+            (causal, window, softmax_scale, softcap, return_lse, backend),
+        )
+        if found is not None:
+            return found
+        del found
+    del plain  # locals() are the arguments
     return calls.run(calls.normalise("attention", dict(locals())))
 
 
@@ -137,6 +148,18 @@ def attention_varlen(
         As ``attention``; DeviceValueError (on the CPU at once, on a GPU from ``check_errors``) for offsets that
         decrease or leave the tensor and for a max_seqlen that is too small.
     """
+    plain = score_mod is None and mask_mod is None and epilogue is None and out is None
+    if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
+        found = calls.repeated(
+            "varlen",
+            (q, k, v, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes, sinks, seqused_k),
+            (causal, window, softmax_scale, softcap, return_lse, backend),
+            (max_seqlen_q, max_seqlen_k),
+        )
+        if found is not None:
+            return found
+        del found
+    del plain  # locals() are the arguments
     return calls.run(calls.normalise("varlen", dict(locals())))
 
 

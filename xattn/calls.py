@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, ops, paging, rng, validate
+from . import autograd, dispatch, fusion, ops, paging, repeats, rng, validate
 from .device import of as device_of
 from .errors import UnsupportedError
 from .fusion import Epilogue
@@ -74,6 +74,39 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
         lengths = given["seqlens_k"] + (new.shape[1] if offsets is None else offsets[1:] - offsets[:-1])
         positional = (*positional[:4], lengths)
     return Call(kind, positional, kwargs, given["out"], append, given["rotary"])
+
+
+_NUMBERS = (float, int)
+
+
+def repeated(
+    kind: str,
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    longest: tuple[int, int] = (0, 0),
+) -> Any:
+    """The result of a call that came before, or None: the short way for arguments of just the usual types.
+
+    Args: ``tensors`` as repeats.TENSORS lists them; ``options``: causal, window, softmax_scale, softcap, return_lse,
+    backend; ``longest``: the max_seqlens.
+    """
+    q = tensors[0]
+    if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
+        return None
+    causal, window, softmax_scale, softcap, return_lse, backend = options
+    usual = (
+        (type(causal) is bool and type(return_lse) is bool)
+        and (window is None or (type(window) is tuple and len(window) == 2))
+        and (softmax_scale is None or type(softmax_scale) in _NUMBERS)
+        and type(softcap) in _NUMBERS
+    )
+    if not usual:
+        return None
+    left, right = window or (None, None)
+    found = repeats.answer(kind, tensors, (causal, left, right, softmax_scale, softcap, return_lse, backend, *longest))
+    if found is None:
+        return None
+    return tuple(found) if return_lse else found[0]
 
 
 def run(call: Call) -> Any:

@@ -110,9 +110,7 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
         return (Refusal("kind", "kind", p.kind, _sorted(c.kinds, KINDS)),)
     found: list[Refusal] = []
     if device.index is not None:  # a device of this machine, not one that is only talked about
-        found += [
-            Refusal("missing", "module", name, ("installed",)) for name in sorted(c.needs) if not _installed(name)
-        ]
+        found += [Refusal("missing", "module", name, ("installed",)) for name in sorted(c.needs) if not installed(name)]
     if c.nonempty and 0 in (size.batch, size.seqlen_q, size.seqlen_k):
         found.append(
             Refusal("size", "batch, seqlen_q, seqlen_k", (size.batch, size.seqlen_q, size.seqlen_k), ("from 1",))
@@ -153,7 +151,7 @@ def is_at_least(device: Device, arch: str) -> bool:
 
 
 @cache
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
     """Whether a module (of a package: "cuda.bindings") can be imported. Its parent is imported to find out."""
     try:
         return find_spec(module) is not None

@@ -183,7 +183,7 @@ def _detected(torch: Any, place: torch.device) -> Device:
     """The answer before torch has initialised the GPU. Not remembered: the environment may still change."""
     devices = detect()
     for found in devices:
-        if found.vendor == _vendor_of_torch(torch) and found.index == (place.index or 0):
+        if found.vendor == vendor_of_torch(torch) and found.index == (place.index or 0):
             return found
     here = "; ".join(str(found) for found in devices)
     raise ValueError(f"device is {str(place)!r}, which this torch ({torch.__version__}) does not have; here: {here}")
@@ -192,7 +192,7 @@ def _detected(torch: Any, place: torch.device) -> Device:
 def _initialised(torch: Any, index: int) -> Device:
     """The answer from torch, completed by what only the drivers tell: their versions, the uuid in the vendor's form."""
     properties = torch.cuda.get_device_properties(index)
-    vendor = _vendor_of_torch(torch)
+    vendor = vendor_of_torch(torch)
     detected = [found for found in detect() if found.vendor == vendor]
     if vendor == "amd":
         arch = base_arch(properties.gcnArchName)
@@ -217,8 +217,8 @@ def _initialised(torch: Any, index: int) -> Device:
     )
 
 
-def _vendor_of_torch(torch: Any) -> str:
-    """Whose GPUs this build of torch drives as "cuda"; "cpu" where it drives none."""
+def vendor_of_torch(torch: Any) -> str:
+    """Whose GPUs a build of torch drives as "cuda": "nvidia", "amd"; "cpu" where it drives none."""
     return "amd" if torch.version.hip else "nvidia" if torch.version.cuda else "cpu"
 
 
@@ -235,7 +235,7 @@ def default() -> Device:
         return _first_of("")
     if torch.cuda.is_initialized():
         return of(torch.device("cuda", 0))
-    return _first_of(_vendor_of_torch(torch))
+    return _first_of(vendor_of_torch(torch))
 
 
 @cache

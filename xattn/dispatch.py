@@ -98,8 +98,9 @@ def plan(
 
 def _notes(problem: Problem, backend: Backend) -> tuple[str, ...]:
     if backend.native and not problem.direct:
-        return ("q, k or v is copied: its rows do not start at multiples of 16 bytes, or its last stride is not 1",)
-    return ()
+        copied = "q, k or v is copied: its rows do not start at multiples of 16 bytes, or its last stride is not 1"
+        return (*backend.notes, copied)
+    return backend.notes
 
 
 # ---------------------------------------------------------------- the cache, and what is said about fallbacks

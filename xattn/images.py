@@ -13,16 +13,17 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from . import settings
 
 log = logging.getLogger("xattn")
 
-PARAMS_VERSION = 1  # kParamsVersion of csrc_cuda/kernels/params.h
+PARAMS_VERSION = 2  # kParamsVersion of csrc_cuda/kernels/params.h
 _MAGIC = b"XATTN-IMAGE-1\n"
 _SUFFIX = ".image"
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -59,13 +60,13 @@ class ImageSpec:
         return "#pragma once\nnamespace xattn {\nstruct Config {\n" + "\n".join(lines) + "\n};\n}  // namespace xattn\n"
 
     def key(self) -> str:
-        """The address: a hash of the sources that the entry includes, the configuration, the architecture and the
-        parameter block's version."""
+        """The address: a hash of the sources as they are compiled (hipified for AMD), the configuration, the
+        architecture and the parameter block's version."""
         parts = [
             str(PARAMS_VERSION),
             self.arch,
             self.header(),
-            *(f"{n}\n{text}" for n, text in sources(self.entry).items()),
+            *(f"{n}\n{text}" for n, text in sources(self.entry, self.arch).items()),
         ]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -133,15 +134,20 @@ def source_roots() -> list[Path]:
 
 
 @lru_cache(maxsize=64)
-def sources(entry: str) -> Mapping[str, str]:
-    """Name and text of the entry and of all headers it includes, in the order of their names. config.h is left out."""
+def sources(entry: str, arch: str) -> Mapping[str, str]:
+    """Name and text of the entry and of all headers it includes, in the order of their names. config.h is left out.
+
+    For AMD the shared tree is hipified here, always: a folder written earlier (csrc_hip/hipified) may be out of date.
+    """
+    change = _hipify() if arch.startswith("gfx") else None
     found: dict[str, str] = {}
     waiting = [entry]
     while waiting:
         name = waiting.pop()
         if name in found or name == CONFIG_HEADER:
             continue
-        found[name] = _read(name)
+        text = _read(name)
+        found[name] = change(text) if change and name.startswith("kernels/") else text
         waiting += _INCLUDE.findall(found[name])
     return dict(sorted(found.items()))
 
@@ -153,6 +159,18 @@ def _read(name: str) -> str:
     raise FileNotFoundError(
         f"kernel source {name} is not in {', '.join(map(str, source_roots())) or 'any source folder'}"
     )
+
+
+@lru_cache(maxsize=1)
+def _hipify() -> Callable[[str], str]:
+    """The function of csrc_hip/hipify.py: it travels with the sources and is a program too, so it is loaded by path."""
+    path = next((p for root in source_roots() if (p := root / "hipify.py").is_file()), None)
+    spec = spec_from_file_location("xattn_hipify", path) if path else None
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"hipify.py is not in {', '.join(map(str, source_roots())) or 'any source folder'}")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.hipify
 
 
 # ---------------------------------------------------------------- files

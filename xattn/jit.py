@@ -43,6 +43,11 @@ class Compiler(Protocol):
         """(code, its kind, the compiler's log). Raises CompileError."""
 
 
+def nvrtc_flags(arch: str) -> list[str]:
+    # 128: a loop that a constant condition leaves out
+    return [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", "-diag-suppress=128"]
+
+
 class Nvrtc:
     """NVIDIA's run-time compiler, through cuda-python's bindings; its Python wheel suffices."""
 
@@ -81,15 +86,14 @@ class Nvrtc:
 
     def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
         nvrtc = self.library()
-        texts = {**sources(spec.entry), CONFIG_HEADER: spec.header()}
+        texts = {**sources(spec.entry, spec.arch), CONFIG_HEADER: spec.header()}
         main = texts.pop(spec.entry)
         names = [n.encode() for n in texts]
         bodies = [t.encode() for t in texts.values()]
         (program,) = self._check(
             nvrtc.nvrtcCreateProgram(main.encode(), spec.entry.encode(), len(names), bodies, names)
         )
-        # 128: a loop that a constant condition leaves out
-        flags = [f"--gpu-architecture={spec.arch}", "--std=c++17", "--ptxas-options=-v", "-diag-suppress=128"]
+        flags = nvrtc_flags(spec.arch)
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
         text = self._get(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0 ").decode()
         try:
@@ -157,7 +161,7 @@ class Hiprtc:
     def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
         from hip import hiprtc
 
-        texts = {**sources(spec.entry), CONFIG_HEADER: spec.header()}
+        texts = {**sources(spec.entry, spec.arch), CONFIG_HEADER: spec.header()}
         main = texts.pop(spec.entry)
         names, bodies = [n.encode() for n in texts], [t.encode() for t in texts.values()]
         status, program = hiprtc.hiprtcCreateProgram(main.encode(), spec.entry.encode(), len(names), bodies, names)
@@ -197,7 +201,7 @@ class _OnDisk:
         program = self.program()
         assert program is not None
         with tempfile.TemporaryDirectory(prefix="xattn-") as folder:
-            for name, text in {**sources(spec.entry), CONFIG_HEADER: spec.header()}.items():
+            for name, text in {**sources(spec.entry, spec.arch), CONFIG_HEADER: spec.header()}.items():
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
@@ -311,6 +315,19 @@ def choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, s
         if store is None:
             _chosen[question] = found
     return found
+
+
+@lru_cache
+def missing(arch: str) -> str:
+    """Why no image for ``arch`` could be had here, in words; "" where one can be compiled or some are ready."""
+    store, ready = Store(), (*_ready_made(arch), *((PTX,) if _is_general(arch) else ()))
+    if any(any((folder / name).glob("*")) for folder in (*store.shipped, store.cache) for name in ready):
+        return ""
+    try:
+        compiler_for(arch)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def _choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, store: Store) -> Image:

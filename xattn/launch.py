@@ -1,86 +1,91 @@
-"""Loads images and launches kernels: the only module that does. On NVIDIA through cuda-python's driver bindings."""
+"""Launches kernels: the only module that does, through the compiled launcher where it is there, and otherwise through
+cuda-python or hip-python.
+
+A backend describes a ``Call`` (kernel_call.py); ``prepare`` loads its image and returns a ``Prepared``, which can be
+launched again and again with other tensors of the same shapes and strides. Nothing here synchronises.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import threading
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 
-from .images import Image
-
-_functions: dict[tuple[str, int], Any] = {}
-_lock = threading.Lock()
-
-
-class LaunchError(RuntimeError):
-    """The driver refused to load or launch an image."""
+from . import launch_bindings, launch_library
+from .capability import installed
+from .device import vendor_of_torch
+from .kernel_call import Call, ImageRefused, LaunchError, Prepared
 
 
-def launch(
-    image: Image,
-    symbol: str,
-    device: torch.device,
-    blocks: int,
-    threads: int,
-    shared_bytes: int,
-    params: ctypes.Structure,
-) -> None:
-    """Launches ``symbol`` of a CUDA image on torch's current stream of ``device``, whatever the current device is.
+class Launcher(Protocol):
+    """One way to load and launch."""
 
-    The parameter block is copied by the driver before this returns. Nothing is synchronised.
+    def prepare(self, call: Call) -> Prepared: ...
+
+    def description(self) -> str: ...
+
+
+_chosen: dict[str, Launcher] = {}
+_forced = threading.local()
+
+
+def launcher() -> Launcher:
+    """What launches here: the compiled launcher, else the vendor's Python bindings."""
+    name = getattr(_forced, "name", "")
+    if name not in _chosen:
+        _chosen[name] = _choose(name)
+    return _chosen[name]
+
+
+def _choose(name: str) -> Launcher:
+    if name != "bindings":
+        library = launch_library.find()
+        if library is not None:
+            return library
+        if name == "library":
+            raise LaunchError(f"the compiled launcher is not installed: {launch_library.missing()}")
+    return launch_bindings.Hip() if vendor_of_torch(torch) == "amd" else launch_bindings.Cuda()
+
+
+@contextlib.contextmanager
+def using(name: str) -> Iterator[None]:
+    """Within it, this thread launches by "library" (the compiled launcher) or "bindings" (cuda-python, hip-python)."""
+    before = getattr(_forced, "name", "")
+    _forced.name = name
+    try:
+        yield
+    finally:
+        _forced.name = before
+
+
+def prepare(call: Call) -> Prepared:
+    """Loads the image of a call on its device, once; where the driver refuses it, the next one that the call names.
+
+    Raises LaunchError; UnsupportedError or CompileError where no other image is to be had.
     """
-    from cuda.bindings import driver
-
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    stream = torch.cuda.current_stream(
-        index
-    ).cuda_stream  # this also makes sure that the device's primary context exists
-    with torch.cuda.device(index):
-        _enter_context(driver, index)
-        function = _function(driver, image, symbol, index, shared_bytes)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        result = driver.cuLaunchKernel(
-            function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(arguments), 0
-        )
-    _check(
-        driver, result, f"launch of {blocks} blocks of {threads} threads, {shared_bytes} bytes of shared memory", image
-    )
+    chosen = launcher()
+    while True:
+        try:
+            return chosen.prepare(call)
+        except ImageRefused:
+            if call.other_image is None:
+                raise
+            call = replace(call, image=call.other_image(call.image))
 
 
-def _function(driver: Any, image: Image, symbol: str, index: int, shared_bytes: int) -> Any:
-    key = (image.key, index)
-    found = _functions.get(key)
-    if found is None:
-        with _lock:
-            (module,) = _check(driver, driver.cuModuleLoadData(image.code), "loading", image)
-            (found,) = _check(driver, driver.cuModuleGetFunction(module, symbol.encode()), f"finding {symbol}", image)
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            what = f"asking for {shared_bytes} bytes of shared memory"
-            _check(driver, driver.cuFuncSetAttribute(found, attribute, shared_bytes), what, image)
-            _functions[key] = found
-    return found
+def missing() -> str:
+    """What is not there to launch anything, in words; "" where something is."""
+    amd = vendor_of_torch(torch) == "amd"
+    if launch_library.find() is not None or installed("hip" if amd else "cuda.bindings"):
+        return ""
+    extras = "'xattn[rocm]'" if amd else "'xattn[cuda13]' or 'xattn[cuda12]', as your torch is"
+    return f"{launch_library.missing()}; nor are the vendor's Python bindings there: pip install {extras}"
 
 
-def _enter_context(driver: Any, index: int) -> None:
-    """A thread that torch has not used yet has no current context: give it the device's primary one."""
-    _, current = driver.cuCtxGetCurrent()
-    if int(current) == 0:
-        _, device = driver.cuDeviceGet(index)
-        _, context = driver.cuDevicePrimaryCtxRetain(device)
-        driver.cuCtxSetCurrent(context)
-
-
-def _check(driver: Any, result: tuple, what: str, image: Image) -> tuple:
-    error = result[0]
-    if int(error) == 0:
-        return result[1:]
-    _, name = driver.cuGetErrorName(error)
-    _, text = driver.cuGetErrorString(error)
-    advice = ""
-    if name in (b"CUDA_ERROR_NO_BINARY_FOR_GPU", b"CUDA_ERROR_INVALID_PTX", b"CUDA_ERROR_UNSUPPORTED_PTX_VERSION"):
-        advice = (
-            f"; the image was made by {image.compiler} for {image.arch}: it needs a driver as new, or that architecture"
-        )
-    raise LaunchError(f"{what} failed: {name.decode()} ({text.decode()}) for {image.name}{advice}")
+def description() -> str:
+    """Which launcher this process would use, in words."""
+    return launcher().description()

@@ -4,6 +4,7 @@ order."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -19,6 +20,13 @@ class Operand(ctypes.Structure):
     def of(cls, t: Tensor) -> Operand:
         batch, row, head = (0, *t.stride()[:2]) if t.dim() == 3 else t.stride()[:3]
         return cls(t.data_ptr(), batch, row, head)
+
+    @classmethod
+    def dense(cls, shape: Sequence[int]) -> Operand:
+        """A dense tensor of that shape, without an address."""
+        head = shape[-1]
+        row = head * shape[-2]
+        return cls(None, row * shape[-3] if len(shape) == 4 else 0, row, head)
 
 
 class ForwardParams(ctypes.Structure):
@@ -43,8 +51,10 @@ class ForwardParams(ctypes.Structure):
         ("cu_seqlens_q", _PTR),
         ("cu_seqlens_k", _PTR),
         ("seqused_k", _PTR),
+        ("status", _PTR),
         ("index64", _S32),
         ("batch", _S32),
+        ("sequences", _S32),
         ("heads_q", _S32),
         ("heads_kv", _S32),
         ("seqlen_q", _S32),

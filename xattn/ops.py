@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, paging, settings, status, validate
-from .backends import Unavailable
+from . import autograd, dispatch, fusion, launch, paging, repeats, settings, status, validate
+from .backends import Backend, Config, Unavailable
 from .device import of as device_of
 from .errors import UnsupportedError
 from .inputs import FP8, Inputs, dtype_name
+from .jit import CompileError
+from .kernel_call import ImageRefused
 from .rotary import Rotary
 
 _LIBRARY = torch.library.Library("xattn", "DEF")
@@ -158,18 +160,32 @@ def _names(inputs: Inputs, wanted: list[bool]) -> tuple[str, ...]:
 def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     validate.call(inputs, grads)
     plan = _plan(inputs, grads)
-    validate.values(inputs)
+    backend = dispatch.get(plan.backend)
+    if backend.prepare is None:
+        validate.values(inputs)
     try:
-        out, lse = dispatch.get(plan.backend).run(inputs, plan.config)
+        out, lse = _answer(backend, inputs, plan.config)
     except Unavailable as error:
         dispatch.give_up(plan, str(error))
         plan = _plan(inputs, grads)
-        out, lse = dispatch.get(plan.backend).run(inputs, plan.config)
+        out, lse = _answer(dispatch.get(plan.backend), inputs, plan.config)
     if lse is None or not (inputs.return_lse or grads):
         lse = _no_lse(inputs, bool(grads))
     if settings.validate_on_device():
         status.check_errors(inputs.q.device)
     return out, lse
+
+
+def _answer(backend: Backend, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
+    if backend.prepare is None:
+        return backend.run(inputs, config)
+    try:
+        call, tensors = backend.prepare(inputs, config)
+        prepared = launch.prepare(call)
+    except (CompileError, ImageRefused, UnsupportedError) as error:
+        raise Unavailable(f"no image of it can be made and loaded here: {error}") from error
+    out, *lse = repeats.launch_first(inputs, call, tensors, prepared)
+    return out, lse[0] if lse else None
 
 
 def _no_lse(inputs: Inputs, needs_grad: bool) -> Tensor:

@@ -8,7 +8,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -323,13 +322,8 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _launcher() -> Finding:
-    description = getattr(launch, "description", None)
-    if description is not None:
-        return Finding("launcher", OK, str(description()))
-    if find_spec("cuda") is None:
-        text = "none: pip install 'xattn[cuda13]' or 'xattn[cuda12]' to launch native kernels on NVIDIA"
-        return Finding("launcher", NOTE, text)
-    return Finding("launcher", OK, "cuda-python")
+    missing = launch.missing()
+    return Finding("launcher", NOTE if missing else OK, missing or launch.description())
 
 
 def _store() -> Iterator[Finding]:

@@ -54,10 +54,12 @@ struct AttentionForward {
     // One thread block, one tile.
     XATTN_DEVICE static void run(const ForwardParams& p, Shared shared) {
         const Tile t = tile_at(p, Arch::block_index());
+        const int thread = Arch::thread_index(), warp = thread / Arch::kWarpSize, lane = thread % Arch::kWarpSize;
+        if (t.sequence == p.batch) return clear_rest(p, t, thread);
+        if (p.status && t.head == 0 && t.m_block == 0 && thread == 0) Sequence::report(p, t.sequence);
         const Sequence seq = Sequence::of(p, t.sequence);
         const s32 row0 = t.m_block * kTileM;
         if (row0 >= seq.seqlen_q) return;
-        const int thread = Arch::thread_index(), warp = thread / Arch::kWarpSize, lane = thread % Arch::kWarpSize;
         const Visible visible = Visible::of(p, seq);
         const s32 kv_head = t.head / (p.heads_q / p.heads_kv);
         const u16* q = start(p.q, p.cu_seqlens_q, t.sequence, seq.start_q, t.head);
@@ -111,6 +113,21 @@ struct AttentionForward {
     }
 
   private:
+    // Rows of a packed q that belong to no sequence come out as empty rows; the tiles of a head share them.
+    XATTN_DEVICE static void clear_rest(const ForwardParams& p, const Tile& t, int thread) {
+        const Sequence rest = Sequence::rest(p);
+        u16* out = static_cast<u16*>(p.out.data) + rest.start_q * p.out.row_stride + t.head * p.out.head_stride;
+        const s32 chunks = p.head_dim_v / 8;
+        for (s32 row = t.m_block; row < rest.seqlen_q; row += p.m_blocks) {
+            for (s32 c = thread; c < chunks; c += kThreads) {
+                *reinterpret_cast<Chunk*>(out + row * p.out.row_stride + c * 8) = Chunk{{0, 0, 0, 0}};
+            }
+            if (p.lse && thread == 0) {
+                p.lse[t.head * p.lse_head_stride + rest.start_q + row] = -Arch::infinity();
+            }
+        }
+    }
+
     XATTN_DEVICE static const u16* start(const Operand& x, const void* packed, s32 sequence, s64 row, s32 head) {
         return static_cast<const u16*>(x.data) + (packed ? row * x.row_stride : sequence * x.batch_stride) +
                head * x.head_stride;

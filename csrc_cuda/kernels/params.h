@@ -6,7 +6,7 @@
 
 namespace xattn {
 
-constexpr int kParamsVersion = 1;
+constexpr int kParamsVersion = 2;
 
 // A tensor of (batch, row, head, head_dim); strides in elements. Packed tensors have no batch stride.
 struct Operand {
@@ -15,6 +15,9 @@ struct Operand {
     s64 row_stride;
     s64 head_stride;
 };
+
+// Bad values that only the device can see, by their place in the status words (xattn/status.py).
+enum class Status { cu_seqlens, max_seqlen, seqlens_k, page_table, rotary, no_room };
 
 struct ForwardParams {
     Operand q, k, v, out;
@@ -36,9 +39,11 @@ struct ForwardParams {
     const void* cu_seqlens_q;  // (batch + 1,); null: dense
     const void* cu_seqlens_k;
     const void* seqused_k;  // (batch,); null: all
+    s32* status;            // one word for each Status; null: bad values are not reported
     s32 index64;            // bit 0: cu_seqlens_q, bit 1: cu_seqlens_k, bit 2: seqused_k hold 64-bit numbers
 
     s32 batch;
+    s32 sequences;  // batch, and where q is packed one more: the rows behind the last offset
     s32 heads_q;
     s32 heads_kv;
     s32 seqlen_q;  // rows of a dense q, otherwise the longest sequence

@@ -19,7 +19,7 @@ XATTN_DEVICE Tile tile_at(const ForwardParams& p, u32 index) {
     const u32 section = index / per_section;
     const u32 rest = index - section * per_section;
     const u32 first = section * p.heads_in_section;
-    const u32 width = min_of<u32>(p.heads_in_section, u32(p.batch) * p.heads_q - first);
+    const u32 width = min_of<u32>(p.heads_in_section, u32(p.sequences) * p.heads_q - first);
     const u32 block = rest / width;
     const u32 head = first + rest - block * width;
     const u32 sequence = head / p.heads_q;

@@ -24,7 +24,31 @@ struct Sequence {
         return s;
     }
 
+    // The rows of a packed q behind the last offset, which see no key.
+    XATTN_DEVICE static Sequence rest(const ForwardParams& p) {
+        const s64 start = min_of(max_of<s64>(index_at(p.cu_seqlens_q, p.index64 & 1, p.batch), 0), p.total_q);
+        return {start, 0, s32(p.total_q - start), 0};
+    }
+
+    // Reports what is wrong with sequence b; one thread of a launch calls it for each.
+    XATTN_DEVICE static void report(const ForwardParams& p, s32 b) {
+        s64 room = p.seqlen_k;
+        if (p.cu_seqlens_q) report_span(p, p.cu_seqlens_q, p.index64 & 1, b, p.total_q, p.seqlen_q);
+        if (p.cu_seqlens_k) room = report_span(p, p.cu_seqlens_k, p.index64 & 2, b, p.total_k, p.seqlen_k);
+        if (p.seqused_k) {
+            const s64 used = index_at(p.seqused_k, p.index64 & 4, b);
+            if (used < 0 || used > room) p.status[int(Status::seqlens_k)] = 1;
+        }
+    }
+
   private:
+    XATTN_DEVICE static s64 report_span(const ForwardParams& p, const void* offsets, bool wide, s32 b, s64 total,
+                                        s64 longest) {
+        const s64 start = index_at(offsets, wide, b), end = index_at(offsets, wide, b + 1);
+        if (start < 0 || end < start || end > total || (b == 0 && start != 0)) p.status[int(Status::cu_seqlens)] = 1;
+        if (end - start > longest) p.status[int(Status::max_seqlen)] = 1;
+        return end - start;
+    }
     XATTN_DEVICE static s64 span(const void* offsets, bool wide, s32 b, s64 total, s32 longest, s32& length) {
         const s64 start = min_of(max_of<s64>(index_at(offsets, wide, b), 0), total);
         const s64 end = min_of(max_of<s64>(index_at(offsets, wide, b + 1), start), total);

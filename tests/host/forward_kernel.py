@@ -60,6 +60,8 @@ class HostKernel:
         attn_mask: Tensor | None = None,
         seqused_k: Tensor | None = None,
         cu_seqlens: tuple[Tensor, Tensor] | None = None,
+        longest: tuple[int, int] | None = None,
+        status: Tensor | None = None,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor]:
         c = self.config
@@ -67,6 +69,8 @@ class HostKernel:
         heads, d, dv = q.shape[-2], q.shape[-1], v.shape[-1]
         batch = len(cu_seqlens[0]) - 1 if packed else q.shape[0]
         seqlen_q, seqlen_k = (int(x.diff().max()) for x in cu_seqlens) if packed else (q.shape[1], k.shape[1])
+        if longest is not None:
+            seqlen_q, seqlen_k = longest
         out = torch.full((*q.shape[:-1], dv), math.nan, dtype=q.dtype)
         lse = torch.full((heads, q.shape[0]) if packed else (batch, heads, seqlen_q), math.nan)
         m_blocks = -(-seqlen_q // c["tile_m"])
@@ -80,6 +84,7 @@ class HostKernel:
             lse_batch_stride=0 if packed else lse.stride(0),
             lse_head_stride=lse.stride(0) if packed else lse.stride(1),
             batch=batch,
+            sequences=batch + packed,
             heads_q=heads,
             heads_kv=k.shape[-2],
             seqlen_q=seqlen_q,
@@ -109,7 +114,9 @@ class HostKernel:
         if packed:
             p.cu_seqlens_q, p.cu_seqlens_k = (x.data_ptr() for x in cu_seqlens)
             p.index64 |= sum((x.dtype == torch.int64) << n for n, x in enumerate(cu_seqlens))
+        if status is not None:
+            p.status = status.data_ptr()
         message = ctypes.create_string_buffer(512)
-        if self.run(ctypes.addressof(p), m_blocks * batch * heads, seed, message, len(message)):
+        if self.run(ctypes.addressof(p), m_blocks * p.sequences * heads, seed, message, len(message)):
             raise RuntimeError(message.value.decode())
         return out, lse

@@ -9,6 +9,8 @@ import pytest
 import torch
 from host.forward_kernel import LAYERS
 
+from xattn.status import MESSAGES
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -116,6 +118,52 @@ def test_varlen(kernel, layer, index):
     (truth, true_lse), (plain, plain_lse) = of(torch.float64), of(torch.bfloat16)
     oracle.assert_close("out", out, truth, plain)
     oracle.assert_close("lse", lse, true_lse, plain_lse)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_rows_behind_the_last_offset_are_empty_rows(kernel, layer, index):
+    """However many, and whatever stands there."""
+    cu = torch.tensor([0, 5, 9], dtype=index)
+    q, k, v = (randn(n, 2, 64, dtype=torch.bfloat16, seed=n) for n in (200, 9, 9))
+    q[9:] = math.nan
+    status = torch.zeros(6, dtype=torch.int32)
+    out, lse = kernel(layer)(q, k, v, cu_seqlens=(cu, cu), status=status)
+    assert (out[9:] == 0).all() and (lse[:, 9:] == -math.inf).all()
+    assert torch.isfinite(out[:9]).all() and torch.isfinite(lse[:, :9]).all()
+    assert not status.any()
+
+
+GOOD = {"q": (0, 70, 75), "k": (0, 30, 64), "longest": (70, 34), "used": (3, 34)}
+BAD = [
+    ("cu_seqlens", {"q": (1, 70, 75)}),
+    ("cu_seqlens", {"q": (0, 76, 75)}),
+    ("cu_seqlens", {"q": (0, 70, 76)}),
+    ("cu_seqlens", {"q": (-4, 70, 75)}),
+    ("cu_seqlens", {"k": (0, 30, 2**31 - 1)}),
+    ("cu_seqlens", {"k": (0, 30, -(2**31))}),
+    ("max_seqlen", {"longest": (69, 34)}),
+    ("max_seqlen", {"longest": (70, 33)}),
+    ("seqlens_k", {"used": (31, 34)}),
+    ("seqlens_k", {"used": (-1, 34)}),
+]
+
+
+@pytest.mark.parametrize("code, change", [("", {}), *BAD], ids=str)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_bad_values_on_the_device_are_reported_and_read_nothing_outside(kernel, layer, code, change, index):
+    values = GOOD | change
+    cu = tuple(torch.tensor(values[n], dtype=index) for n in "qk")
+    status = torch.zeros(6, dtype=torch.int32)
+    # Memory around the tensors is NaN: what is read outside shows.
+    q, k, v = (torch.full((n + 200, 2, 64), math.nan, dtype=torch.bfloat16)[100 : 100 + n] for n in (75, 64, 64))
+    for n, t in enumerate((q, k, v)):
+        t.copy_(randn(*t.shape, seed=n))
+    used = torch.tensor(values["used"], dtype=index)
+    out, lse = kernel(layer)(
+        q, k, v, causal=True, cu_seqlens=cu, longest=values["longest"], seqused_k=used, status=status
+    )
+    found = [n for n, word in zip(MESSAGES, status.tolist(), strict=True) if word]
+    assert code in found if code else not found and torch.isfinite(out).all()
 
 
 def test_the_order_of_lanes_does_not_matter(kernel, layer):

@@ -55,10 +55,10 @@ def test_the_address_tells_apart(other):
 
 
 def test_the_address_depends_on_every_header(monkeypatch):
-    before, text = SPEC.key(), dict(images.sources(SPEC.entry))
+    before, text = SPEC.key(), dict(images.sources(SPEC.entry, SPEC.arch))
     assert "kernels/softmax.h" in text and images.CONFIG_HEADER not in text
     text["kernels/softmax.h"] += "\n"
-    monkeypatch.setattr(images, "sources", lambda entry: text)
+    monkeypatch.setattr(images, "sources", lambda entry, arch: text)
     assert SPEC.key() != before
     monkeypatch.undo()
     monkeypatch.setattr(images, "PARAMS_VERSION", images.PARAMS_VERSION + 1)

@@ -29,12 +29,15 @@ ROWS = (
         "step_mirror",
     },
     {"device", "inputs", "status", "images"},
-    {"capability", "rotary", "segments", "validate", "jit", "launch", "fusion"},
+    {"capability", "rotary", "segments", "validate", "jit", "kernel_call", "fusion"},
+    {"launch_bindings", "launch_library"},
+    {"launch"},
+    {"forward_call"},
     {"chunks", "paging", "page_pool"},
     {"reference"},
     {"backends"},
     {"dispatch"},
-    {"ops", "autograd"},
+    {"repeats", "autograd", "ops"},
     {"paged", "support", "shipped", "calls"},
     {"api", "distributed"},
     {"xattn"},  # the names that users import
@@ -43,7 +46,7 @@ ROWS = (
 )
 ROW = {name: n for n, row in enumerate(ROWS) for name in row}
 # A pair: an op's autograd kernel applies the Function, whose forward calls the op. And what only starts and shows.
-TOGETHER = ({"ops", "autograd"}, {"cli", "__main__", "bench", "build", "demo"})
+TOGETHER = ({"ops", "autograd", "repeats"}, {"cli", "__main__", "bench", "build", "demo"})
 
 
 def imports(path: Path) -> set[tuple[str, ...]]:

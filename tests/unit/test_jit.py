@@ -294,7 +294,7 @@ def test_nvrtc_12_serves_what_it_knows(compiler):
 
 def test_nvrtc_12_refuses(compiler, monkeypatch):
     spec = ImageSpec(ENTRY, CONFIG, "sm_80")
-    monkeypatch.setattr(jit, "sources", lambda entry: {entry: "#error"})
+    monkeypatch.setattr(jit, "sources", lambda entry, arch: {entry: "#error"})
     with pytest.raises(jit.CompileError, match=r"nvrtc 12.9 refused arch/sm80/forward.cu .*\n--gpu-arch"):
         compiler.compile(spec)
 

@@ -32,17 +32,28 @@ def run_python(code: str, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
+def build_wheel(out: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(ROOT)]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=280)
+
+
+def no_compiler(folder: Path) -> dict[str, str]:
+    return {"PATH": str(folder), "CC": "/nonexistent", "CXX": "/nonexistent", "CUDACXX": "/nonexistent"}
+
+
 @pytest.fixture(scope="module")
 def dists(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the sdist, built where no compiler is to be found."""
     out = tmp_path_factory.mktemp("dists")
-    env = {**os.environ, "PATH": str(out), "CC": "/nonexistent", "CXX": "/nonexistent", "CUDACXX": "/nonexistent"}
+    done = build_wheel(out, **no_compiler(out))
+    assert done.returncode == 0, done.stderr
+    env = {**os.environ, **no_compiler(out)}
     if importlib.util.find_spec("scikit_build_core") is None:
         backend = tmp_path_factory.mktemp("backend")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(backend), "scikit-build-core>=0.11"]
         subprocess.run(pip, check=True)
         env["PYTHONPATH"] = str(backend)
-    code = "import sys; from scikit_build_core.build import *; build_wheel(sys.argv[1]); build_sdist(sys.argv[1])"
+    code = "import sys; from scikit_build_core.build import *; build_sdist(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out
@@ -70,6 +81,24 @@ def test_wheel_is_pure(wheel: zipfile.ZipFile) -> None:
     assert Path(str(wheel.filename)).name == f"xattn-{written_version()}-py3-none-any.whl"
     tags = next(wheel.read(n).decode() for n in wheel.namelist() if n.endswith(".dist-info/WHEEL"))
     assert "Root-Is-Purelib: true" in tags
+
+
+def test_with_a_compiler_the_wheel_has_the_launcher(tmp_path: Path) -> None:
+    done = build_wheel(tmp_path, XATTN_LAUNCHER="1")
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(rf"xattn-{written_version()}-py3-none-linux_\w+\.whl", path.name)
+    assert "xattn/libxattn_launcher.so" in zipfile.ZipFile(path).namelist()
+
+
+def test_a_launcher_that_was_asked_for_and_cannot_be_built_is_an_error(tmp_path: Path) -> None:
+    done = build_wheel(tmp_path, XATTN_LAUNCHER="1", **no_compiler(tmp_path))
+    assert done.returncode != 0 and not list(tmp_path.glob("*.whl"))
+
+
+def test_the_pure_wheel_can_be_asked_for(tmp_path: Path) -> None:
+    assert build_wheel(tmp_path, XATTN_LAUNCHER="0").returncode == 0
+    assert [p.name for p in tmp_path.glob("*.whl")] == [f"xattn-{written_version()}-py3-none-any.whl"]
 
 
 def test_wheel_content(wheel: zipfile.ZipFile) -> None:

@@ -190,13 +190,11 @@ def test_compilers_and_what_they_lack(cache, monkeypatch):
 
 
 def test_launcher(cache, monkeypatch):
-    monkeypatch.setattr(launch, "description", lambda: "a launcher 1.0", raising=False)
+    monkeypatch.setattr(launch, "missing", lambda: "")
+    monkeypatch.setattr(launch, "description", lambda: "a launcher 1.0")
     assert [(f.state, f.text) for f in found("launcher")] == [("ok", "a launcher 1.0")]
-    monkeypatch.delattr(launch, "description")
-    monkeypatch.setattr(selftest, "find_spec", lambda name: None)
-    assert [f.state for f in found("launcher")] == ["note"]
-    monkeypatch.setattr(selftest, "find_spec", lambda name: name)
-    assert [(f.state, f.text) for f in found("launcher")] == [("ok", "cuda-python")]
+    monkeypatch.setattr(launch, "missing", lambda: "pip install it")
+    assert [(f.state, f.text) for f in found("launcher")] == [("note", "pip install it")]
 
 
 def test_environment_variables(cache, monkeypatch):

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from xattn import jit, launch, shipped
-from xattn.backends import Unavailable, sm80
+from xattn import jit, shipped
+from xattn.backends import cdna, sm80
 from xattn.device import from_arch
-from xattn.errors import UnsupportedError
 from xattn.images import ImageSpec
 from xattn.inputs import Inputs
 from xattn.problem import SizeBucket
@@ -111,40 +110,24 @@ class Asked(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    "error", [UnsupportedError("no compiler for sm_80:\n  nvrtc"), jit.CompileError("refused:\nlog")]
-)
-def test_without_an_image_another_backend_answers(monkeypatch, error):
-    def choose(*args):
-        raise error
-
-    monkeypatch.setattr(jit, "choose", choose)
-    q = torch.zeros(1, 5, 2, 64, dtype=torch.bfloat16)
-    inputs = Inputs("attention", q, q, q)
-    config = sm80.BACKEND.config(inputs.problem(), SizeBucket.of(1, 2, 5, 5), from_arch("sm_80"))
-    with pytest.raises(Unavailable, match=" ".join(str(error).split())):
-        sm80.BACKEND.run(inputs, config)
-
-
+@pytest.mark.parametrize("backend, arch", [(sm80.BACKEND, "sm_80"), (cdna.BACKEND, "gfx942")], ids=["sm80", "cdna"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", [(64, 64), (72, 40), (128, 128), (256, 8)], ids=str)
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32, "dtype of q"], ids=str)
-def test_sm80_asks_for_images_that_it_names(monkeypatch, dtype, dims, mask):
-    def choose(entry, config, arch):
-        raise Asked(ImageSpec(entry, config, "sm_80"))
+def test_calls_ask_for_images_that_are_named(monkeypatch, backend, arch, dtype, dims, mask):
+    def choose(entry, config, arch_of_this_machine):
+        raise Asked(ImageSpec(entry, config, arch))
 
     monkeypatch.setattr(jit, "choose", choose)
-    monkeypatch.setattr(launch, "launch", lambda *args: pytest.fail("launched"))
     q, k = (torch.zeros(1, n, 2, dims[0], dtype=dtype) for n in (5, 7))
     options = {"softcap": 3.0, "alibi_slopes": torch.ones(2)} if dims[0] == 64 else {}
     if mask is not None:
         options["attn_mask"] = torch.zeros(1, 1, 5, 7, dtype=dtype if mask == "dtype of q" else mask)
     inputs = Inputs("attention", q, k, torch.zeros(1, 7, 2, dims[1], dtype=dtype), **options)
-    size = SizeBucket.of(1, 2, 5, 7)
-    config = sm80.BACKEND.config(inputs.problem(), size, from_arch("sm_80"))
+    config = backend.config(inputs.problem(), SizeBucket.of(1, 2, 5, 7), from_arch(arch))
     with pytest.raises(Asked) as raised:
-        sm80.BACKEND.run(inputs, config)
+        backend.prepare(inputs, config)
     spec = raised.value.args[0]
-    assert spec in shipped.everything("sm_80")
+    assert spec in shipped.everything(arch)
     has = dict(spec.config)
     assert has["softcap"] == has["alibi"] == (dims[0] == 64)

@@ -12,6 +12,7 @@ from ..capability import Capability, Refusal, check
 from ..device import Device
 from ..images import ImageSpec
 from ..inputs import Inputs
+from ..kernel_call import Call
 from ..problem import Problem, SizeBucket
 
 Config = tuple[tuple[str, object], ...]  # (name, value) pairs: hashable, printable
@@ -39,11 +40,15 @@ class Backend:
     devices.
 
     ``run(inputs, config) -> (out, lse or None)``; lse is None only where ``inputs.return_lse`` is False.
+    A native backend has ``prepare(inputs, config)`` instead: the call to launch, whose outputs are out and, where it is
+    wanted, lse; and the call's input tensors by the names of ``Inputs``, in the order of its slots. Its kernels report
+    bad values on the device themselves.
     ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs
     parallel to ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None
     where it is not offered. ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
-    ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80", "compute_80", "gfx942"), so
-    that they can be built ahead of time.
+    ``notes`` stand in every plan. ``missing(device)`` says what a device of this machine lacks to be served, "" where
+    nothing. ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80", "compute_80",
+    "gfx942"), so that they can be built ahead of time.
     """
 
     name: str
@@ -52,7 +57,10 @@ class Backend:
     run: Callable[[Inputs, Config], tuple[Tensor, Tensor | None]] = _absent
     backward: Callable[..., list[Tensor]] = _absent
     double_backward: Callable[..., tuple[Tensor, Tensor | None, list[Tensor | None]]] | None = None
+    prepare: Callable[[Inputs, Config], tuple[Call, dict[str, Tensor]]] | None = None
     config: Callable[[Problem, SizeBucket, Device], Config] = lambda problem, size, device: ()
+    notes: tuple[str, ...] = ()
+    missing: Callable[[Device], str] = lambda device: ""
     images: Callable[[str], Iterable[ImageSpec]] = lambda arch: ()
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
@@ -61,5 +69,7 @@ class Backend:
         reason = _unavailable.get((self.name, problem, device))
         if reason is not None:
             return (Refusal("failed", "device", reason),)
+        if device.index is not None and (lacking := self.missing(device)):
+            return (Refusal("missing", "installation", lacking),)
         found = [check(problem, size, device, c) for c in self.capabilities()]
         return min(found, key=lambda refusals: (any(r.code in ("vendor", "arch") for r in refusals), len(refusals)))

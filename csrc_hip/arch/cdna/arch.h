@@ -35,7 +35,11 @@ struct Cdna : ArchBase<Isa, 4, 16, 32> {
     // ---- global to shared: through registers, at once
     XATTN_DEVICE static void copy_async(Shared tile, u32 offset, const u16* source, bool valid) {
         Chunk c{};
-        if (valid) c = *reinterpret_cast<const Chunk*>(source);
+        // Word by word here and in the Isa: a chunk copied whole goes through scratch memory (clang 22).
+        if (valid) {
+            XATTN_UNROLL
+            for (int i = 0; i < 4; ++i) c.word[i] = reinterpret_cast<const Chunk*>(source)->word[i];
+        }
         Isa::store_shared(tile + offset, c);
     }
     XATTN_DEVICE static void copy_commit() {}

@@ -44,14 +44,19 @@ struct IsaCdna {
     XATTN_DEVICE static float widen(fp16 x) { return float(__builtin_bit_cast(_Float16, x.bits)); }
 
     // ---- LDS: addresses are 32-bit
-    XATTN_DEVICE static void store_shared(u32 at, const Chunk& c) { *local<Chunk>(at) = c; }
+    XATTN_DEVICE static void store_shared(u32 at, const Chunk& c) {
+        *local<word4>(at) = word4{c.word[0], c.word[1], c.word[2], c.word[3]};
+    }
     XATTN_DEVICE static void store_shared(u32 at, u32 x) { *local<u32>(at) = x; }
     XATTN_DEVICE static void load_shared(u32 (&x)[2], u32 at) {
         const u64 both = *local<u64>(at);
         x[0] = u32(both), x[1] = u32(both >> 32);
     }
     XATTN_DEVICE static u32 load_shared16(u32 at) { return *local<u16>(at); }
-    XATTN_DEVICE static Chunk load_shared_chunk(u32 at) { return *local<Chunk>(at); }
+    XATTN_DEVICE static Chunk load_shared_chunk(u32 at) {
+        const word4 x = *local<word4>(at);
+        return {{x[0], x[1], x[2], x[3]}};
+    }
 
     // ---- matrices: d += A B, four 16-bit elements of A and of B a lane
     XATTN_DEVICE static void mfma_16x16x16(fp16, float* d, const u32* a, const u32* b) {
@@ -67,6 +72,7 @@ struct IsaCdna {
 
   private:
     typedef float float4 __attribute__((ext_vector_type(4)));
+    typedef u32 word4 __attribute__((ext_vector_type(4)));
     template <class T>
     using Local = __attribute__((address_space(3))) T;
 

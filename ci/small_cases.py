@@ -1,0 +1,58 @@
+"""Small calls of every native configuration of this machine's GPU, for compute-sanitizer (ci/sanitize): ragged lengths,
+every mask, packed sequences with rows behind the last offset."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import torch
+
+import xattn
+from xattn.backends import REGISTRY
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def options(heads: int, sq: int, sk: int) -> list[dict]:
+    """One of each feature, and some together."""
+    added = randn(1, heads, sq, sk)
+    return [
+        {},
+        {"causal": True, "return_lse": True},
+        {"window": (20, 3)},
+        {"softcap": 5.0, "alibi_slopes": torch.rand(heads, device="cuda"), "causal": True},
+        {"sinks": randn(heads, dtype=torch.float32), "seqused_k": torch.tensor([sk, 3], device="cuda")},
+        {"attn_mask": torch.rand(sq, sk, device="cuda") > 0.3},
+        {"attn_mask": added},
+        {"attn_mask": added.float(), "softcap": 3.0},
+    ]
+
+
+def main() -> int:
+    warnings.simplefilter("error", xattn.FallbackWarning)
+    done = 0
+    for backend in (b.name for b in REGISTRY if b.native):
+        for dtype in (torch.bfloat16, torch.float16):
+            for d, dv in ((64, 64), (40, 72), (128, 128), (192, 128), (256, 256)):
+                q = randn(2, 70, 4, d, dtype=dtype)
+                k, v = randn(2, 137, 2, d, dtype=dtype), randn(2, 137, 2, dv, dtype=dtype)
+                for kwargs in options(4, 70, 137):
+                    if not xattn.supported(q, k, v, backend=backend, **kwargs):
+                        continue
+                    xattn.attention(q, k, v, backend=backend, **kwargs)
+                    done += 1
+                cu_q, cu_k = (torch.tensor(x, device="cuda") for x in ([0, 3, 3, 60], [0, 90, 100, 130]))
+                if xattn.supported(q[0], k[0], v[0], cu_q, cu_k, 70, 137, kind="varlen", backend=backend):
+                    xattn.attention_varlen(q[0], k[0], v[0], cu_q, cu_k, 70, 137, causal=True, backend=backend)
+                    done += 1
+    torch.cuda.synchronize()
+    xattn.check_errors()
+    print(f"{done} calls")
+    return 0 if done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

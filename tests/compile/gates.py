@@ -1,0 +1,117 @@
+"""What images may use: bounds by configuration and architecture, as data. Measured by tests/compile/measure.py.
+
+Spills may only fall from what they are; the wanted number is 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xattn.backends import cdna, sm80
+from xattn.forward_call import TILE_NAMES
+from xattn.images import ConfigValue, ImageSpec
+
+Config = tuple[tuple[str, ConfigValue], ...]
+
+
+class Gate(NamedTuple):
+    """At most so many registers a lane, and bytes (NVIDIA: stored and loaded) or registers (AMD) spilled."""
+
+    registers: int
+    spilled: int = 0
+
+
+class Arch(NamedTuple):
+    """``shared``: bytes of shared memory that a thread block may use."""
+
+    entry: str
+    shared: int
+
+
+_SM80, _CDNA, _KB = "arch/sm80/forward.cu", "arch/cdna/forward.hip", 1024
+ARCHS = {
+    "sm_80": Arch(_SM80, 163 * _KB),
+    "sm_86": Arch(_SM80, 99 * _KB),
+    "sm_89": Arch(_SM80, 99 * _KB),
+    "sm_90": Arch(_SM80, 227 * _KB),
+    "sm_100": Arch(_SM80, 227 * _KB),
+    "sm_103": Arch(_SM80, 227 * _KB),
+    "sm_120": Arch(_SM80, 99 * _KB),
+    "sm_121": Arch(_SM80, 99 * _KB),
+    "compute_80": Arch(_SM80, 99 * _KB),
+    "gfx90a": Arch(_CDNA, 64 * _KB),
+    "gfx942": Arch(_CDNA, 64 * _KB),
+    "gfx950": Arch(_CDNA, 160 * _KB),
+}
+
+# What a configuration adds to plain bf16 (causal is a run-time parameter: the plain image has it).
+VARIANTS: dict[str, dict[str, ConfigValue]] = {
+    "": {},
+    "fp16": {"element": "fp16"},
+    "softcap alibi": {"softcap": True, "alibi": True},
+    "boolean": {"attn_mask": "boolean"},
+    "added16": {"attn_mask": "added16"},
+    "added32": {"attn_mask": "added32"},
+}
+
+
+def spec(name: str, arch: str) -> ImageSpec:
+    """The image of a cell of GATES: "d128 softcap alibi" is the tile of head_dim 128 with that variant."""
+    dim, _, variant = name.partition(" ")
+    entry = ARCHS[arch].entry
+    tiles = (sm80 if entry == _SM80 else cdna).BODY.tiles
+    row = next(row for row in tiles if int(dim[1:]) <= row[0])
+    config: dict[str, ConfigValue] = {
+        "element": "bf16",
+        "head_dim": int(dim[1:]),
+        "head_dim_v": int(dim[1:]),
+        **dict(zip(TILE_NAMES, row[1:], strict=True)),
+        "keep_q": False,
+        "softcap": False,
+        "alibi": False,
+        "attn_mask": "none",
+    }
+    return ImageSpec(entry, tuple({**config, **VARIANTS[variant]}.items()), arch)
+
+
+# Shipped images: every variant. NVRTC 12.9, 13.0 and 13.5 use the same. 255 registers are all that a thread can have;
+# d64 and d128 spill loop-invariant values (and the masks their addresses).
+_SHIPPED = {
+    "d64": (255, 172),
+    "d64 fp16": (255, 172),
+    "d64 softcap alibi": (255, 376),
+    "d128": (255, 184),
+    "d128 fp16": (255, 184),
+    "d128 softcap alibi": (255, 140),
+    "d128 boolean": (255, 356),
+    "d128 added16": (255, 352),
+    "d128 added32": (255, 352),
+    "d256": (255, 0),
+    "d256 softcap alibi": (255, 0),
+}
+
+# Images compiled at first use; compilers and architectures differ by some tens of bytes.
+_LATER_ARCHS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+_LATER = {"d64": (255, 256), "d128": (255, 192), "d256": (255, 32)}
+
+# Vector and accumulation registers together, of 512: bounds are where a wave less would fit on a SIMD. clang 22.
+_CDNA_ARCHS = ("gfx90a", "gfx942", "gfx950")
+_CDNA_GATES = {
+    "d64": (128, 0),
+    "d64 fp16": (128, 0),
+    "d64 softcap alibi": (128, 0),
+    "d128": (128, 0),
+    "d128 fp16": (128, 0),
+    "d128 softcap alibi": (128, 0),
+    "d128 boolean": (128, 0),
+    "d128 added16": (128, 0),
+    "d128 added32": (128, 0),
+    "d256": (168, 0),
+    "d256 softcap alibi": (168, 0),
+}
+
+GATES: dict[tuple[str, str], Gate] = {
+    **{(name, "sm_80"): Gate(*cell) for name, cell in _SHIPPED.items()},
+    **{(name, arch): Gate(*cell) for name, cell in _LATER.items() for arch in _LATER_ARCHS},
+    **{(name, arch): Gate(*cell) for name, cell in _CDNA_GATES.items() for arch in _CDNA_ARCHS},
+}

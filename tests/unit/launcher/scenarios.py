@@ -1,0 +1,137 @@
+"""Drives the compiled launcher over the stand-in driver (fake_cuda.cpp) and prints what happened as JSON.
+
+    python scenarios.py LIBRARY FAKE_DRIVER HOST_KERNEL
+
+In a process of its own: the stand-in takes the name of NVIDIA's driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+library_path, fake_path, kernel_path = sys.argv[1:]
+fake = ctypes.CDLL(fake_path)  # its soname is libcuda.so.1: everybody's dlopen of the driver finds this one
+
+import torch  # noqa: E402
+
+from xattn.images import Image  # noqa: E402
+from xattn.kernel_call import Call, ImageRefused, LaunchError, Output, Shape, TensorMap, slot  # noqa: E402
+from xattn.launch_library import Library  # noqa: E402
+from xattn.launch_params import ForwardParams, Operand  # noqa: E402
+
+library = Library(Path(library_path))
+found: dict[str, object] = {}
+
+
+def image(code: bytes, key: str = "host") -> Image:
+    return Image(key, "sm_80", "cubin", "forward [test] for sm_80", "a compiler 1.0", code)
+
+
+def call(q, k, v, return_lse: bool = True) -> Call:
+    batch, seqlen, heads, dim = q.shape
+    p = ForwardParams(
+        q=Operand.of(q), k=Operand.of(k), v=Operand.of(v), out=Operand.dense(q.shape),
+        batch=batch, sequences=batch, heads_q=heads, heads_kv=k.shape[2], seqlen_q=seqlen, seqlen_k=k.shape[1],
+        head_dim=dim, head_dim_v=dim, scale=dim**-0.5 * 1.4426950408889634, window_left=-1, window_right=-1,
+        m_blocks=-(-seqlen // 64), heads_in_section=3, lse_head_stride=seqlen, lse_batch_stride=seqlen * heads,
+    )  # fmt: skip
+    outputs = [Output(slot(ForwardParams, "out"), tuple(q.shape), q.dtype)]
+    if return_lse:
+        outputs.append(Output(slot(ForwardParams, "lse"), (batch, heads, seqlen), torch.float32))
+    shape = Shape((batch * heads * p.m_blocks, 1, 1), (128, 1, 1), 24576)
+    slots = tuple(slot(ForwardParams, n) for n in "qkv")
+    code = image(kernel_path.encode())
+    return Call(code, "xattn_forward", torch.device("cpu"), shape, p, slots, tuple(outputs), 3)
+
+
+def error(function) -> str:
+    try:
+        function()
+    except (LaunchError, RuntimeError) as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return ""
+
+
+torch.manual_seed(0)
+q = torch.randn(2, 70, 4, 64).bfloat16()
+k, v = (torch.randn(2, 90, 2, 64).bfloat16() for _ in range(2))
+wanted = torch.nn.functional.scaled_dot_product_attention(
+    *(t.float().transpose(1, 2) for t in (q, k, v)), enable_gqa=True
+).transpose(1, 2)
+
+# The same call on these tensors, and on others.
+first = call(q, k, v)
+prepared = library.prepare(first)
+out, lse = prepared([q, k, v])
+found["error"] = (out.float() - wanted).abs().max().item()
+found["dtypes"] = [str(out.dtype), str(lse.dtype)]
+found["strides"] = [list(out.stride()), list(lse.stride())]
+again = prepared([q.clone(), k.clone(), v.clone()])
+found["again"] = torch.equal(again[0], out) and again[0].data_ptr() != out.data_ptr()
+found["shape"] = [fake.fake_shape(n) for n in range(7)]
+library.prepare(first)
+found["modules"] = fake.fake_count(0)
+found["depth"] = fake.fake_count(3)
+found["without_lse"] = len(library.prepare(call(q, k, v, return_lse=False))([q, k, v]))
+
+# An input that is not aligned: nothing is launched.
+launches = fake.fake_count(1)
+odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+found["unaligned"] = [len(prepared([odd, k, v])), fake.fake_count(1) - launches]
+
+# Errors.
+found["refused"] = error(lambda: library.prepare(replace(first, image=image(b"refuse", "other"))))
+found["refused_type"] = issubclass(ImageRefused, LaunchError)
+found["no_kernel"] = error(lambda: library.prepare(replace(first, symbol="nothing")))
+found["shared"] = error(lambda: library.prepare(replace(first, shape=replace(first.shape, shared_bytes=1 << 20))))
+found["no_device"] = error(lambda: library.prepare(replace(first, device=torch.device("cpu", 7))))
+broken = replace(first, symbol="xattn_fail")
+found["launch"] = error(lambda: library.prepare(broken)([q, k, v]))
+found["too_few"] = error(lambda: prepared([q, k]))
+handle = prepared._handle
+prepared = None
+gc.collect()
+found["forgotten"] = error(lambda: torch.ops.xattn.launch(handle, [q, k, v]))
+
+# Launch attributes and tensor maps.
+special = replace(first, shape=replace(first.shape, cluster=(2, 1, 1), overlap=True))
+library.prepare(special)([q, k, v])
+found["attributes"] = [fake.fake_count(2), fake.fake_attributes()]
+
+
+class MapParams(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("pad", ctypes.c_uint64 * 7), ("map", ctypes.c_uint64 * 16))
+
+
+seen = torch.zeros(16, dtype=torch.int64)
+tensor_map = TensorMap(MapParams.map.offset, 1, 9, (64, 70, 4), (2, 512, 128), (64, 32, 1), 3, 3)
+maps = Call(
+    image(kernel_path.encode()), "xattn_copy_map", torch.device("cpu"), Shape((1, 1, 1), (1, 1, 1), 0),
+    MapParams(), (0, 8), (), 0, maps=(tensor_map,),
+)  # fmt: skip
+library.prepare(maps)([seen, q])
+found["map"] = [seen[0].item() == q.data_ptr(), *seen[1:8].tolist()]
+
+# Threads.
+shared = library.prepare(first)
+results: list[bool] = []
+
+
+def work() -> None:
+    for _ in range(5):
+        results.append(torch.equal(shared([q, k, v])[0], out))
+
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+for t in threads:
+    t.start()
+for t in threads:
+    t.join()
+found["threads"] = [len(results), all(results)]
+print(json.dumps(found))

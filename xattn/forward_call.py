@@ -1,0 +1,185 @@
+"""The shared forward body as backends use it: from the inputs of a call to one launch (csrc_cuda/kernels/params.h)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from . import jit, launch, status
+from .device import Device
+from .device import of as device_of
+from .images import ConfigValue, Image, ImageSpec
+from .inputs import Inputs, is_direct
+from .kernel_call import Call, Output, Shape, slot
+from .launch_params import ForwardParams, Operand
+from .problem import Problem
+
+TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
+_SIZE_NAMES = ("head_dim", "head_dim_v", "tile_m", "tile_n", "num_warps")
+_PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi"}  # fields of the parameter block that have other names
+_STATUS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # values that only the device can see
+_ELEMENTS = ("bf16", "fp16")
+# What the body answers besides the plain call: names of problem.FEATURES.
+FEATURES = frozenset(
+    {
+        "causal",
+        "window",
+        "softcap",
+        "alibi_slopes",
+        "attn_mask_bool",
+        "attn_mask_additive",
+        "seqused_k",
+        "sinks",
+        "return_lse",
+        "gqa",
+    }
+)
+_MASKS = ("none", "boolean", "added16", "added32")
+
+
+@dataclass(frozen=True)
+class ForwardBody:
+    """A layer of the shared body. ``tiles``: rows (largest head dimension, *TILE_NAMES). Keys and values of
+    ``section_bytes`` are worked on at once, a part of the L2 cache."""
+
+    entry: str
+    warp_size: int
+    tiles: tuple[tuple[int, int, int, int, int], ...]
+    section_bytes: int
+
+    def tile(self, head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
+        """The part of a configuration that the head dimensions decide; images exist for multiples of 32."""
+        dims = [(n + 31) // 32 * 32 for n in (head_dim, head_dim_v)]
+        row = next(row for row in self.tiles if max(dims) <= row[0])
+        return (("head_dim", dims[0]), ("head_dim_v", dims[1]), *zip(TILE_NAMES, row[1:], strict=True))
+
+    def config(self, problem: Problem) -> tuple[tuple[str, object], ...]:
+        """What the plan prints."""
+        mask = {"": "none", "bool": "boolean", "additive": "added"}[problem.attn_mask]
+        config = (*self.tile(problem.head_dim, problem.head_dim_v), ("attn_mask", mask))
+        return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
+
+    def images(self, arch: str) -> Iterator[ImageSpec]:
+        """Every configuration for an architecture."""
+        dims, switch = range(32, self.tiles[-1][0] + 1, 32), (False, True)
+        for element, d, dv, softcap, alibi, mask in product(_ELEMENTS, dims, dims, switch, switch, _MASKS):
+            yield ImageSpec(self.entry, _fields(element, self.tile(d, dv), softcap, alibi, mask), arch)
+
+    def missing(self, device: Device) -> str:
+        """``Backend.missing``."""
+        return launch.missing() or jit.missing(device.arch)
+
+
+def _fields(
+    element: str, tile: tuple[tuple[str, int], ...], softcap: bool, alibi: bool, attn_mask: str
+) -> tuple[tuple[str, ConfigValue], ...]:
+    """The fields of the kernel's Config struct; their order is part of an image's address."""
+    options = (("keep_q", False), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
+    return (("element", element), *tile, *options)
+
+
+def prepare(
+    body: ForwardBody, inputs: Inputs, config: tuple[tuple[str, object], ...]
+) -> tuple[Call, dict[str, Tensor]]:
+    """``Backend.prepare`` for a layer of the body."""
+    x, options = inputs, dict(config)
+    tensors = {name: _direct(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v))}
+    q, k, v = tensors.values()
+    aligned = len(tensors)
+    head_dim, head_dim_v, tile_m, tile_n, warps = (int(str(options[n])) for n in _SIZE_NAMES)
+    sequences = x.batch + x.packed
+    m_blocks = max(-(-x.seqlen_q // tile_m), int(x.packed))
+    p = ForwardParams(
+        q=Operand.of(q),
+        k=Operand.of(k),
+        v=Operand.of(v),
+        batch=x.batch,
+        sequences=sequences,
+        heads_q=x.num_heads_q,
+        heads_kv=x.num_heads_kv,
+        seqlen_q=x.seqlen_q,
+        seqlen_k=x.seqlen_k,
+        total_q=q.shape[0],
+        total_k=k.shape[0],
+        head_dim=x.head_dim,
+        head_dim_v=x.head_dim_v,
+        scale=x.scale / x.softcap if x.softcap else x.scale * math.log2(math.e),
+        softcap=x.softcap * math.log2(math.e),
+        causal=int(x.causal),
+        window_left=_distance(x.window_left),
+        window_right=_distance(x.window_right),
+        m_blocks=m_blocks,
+    )
+    outputs = [Output(slot(ForwardParams, "out"), x.out_shape, x.dtype_out)]
+    p.out = Operand.dense(x.out_shape)
+    if x.return_lse:
+        outputs.append(Output(slot(ForwardParams, "lse"), x.lse_shape, torch.float32))
+        p.lse_head_stride = x.lse_shape[-1]
+        p.lse_batch_stride = 0 if x.packed else math.prod(x.lse_shape[1:])
+    mask = "none"
+    if x.attn_mask is not None:
+        t = x.attn_mask
+        if t.dtype != torch.bool and t.dtype not in (q.dtype, torch.float32):
+            t = t.float()
+        mask = "boolean" if t.dtype == torch.bool else "added32" if t.dtype == torch.float32 else "added16"
+        tensors["attn_mask"] = t
+        strides = t.expand(x.batch, x.num_heads_q, x.seqlen_q, x.seqlen_k).stride()
+        p.mask_batch_stride, p.mask_head_stride, p.mask_row_stride, p.mask_col_stride = strides
+    if x.alibi_slopes is not None:
+        tensors["alibi_slopes"] = t = _floats(x.alibi_slopes)
+        p.alibi_batch_stride = t.stride(0) if t.dim() == 2 else 0
+    if x.sinks is not None:
+        tensors["sinks"] = _floats(x.sinks)
+    for bit, name in enumerate(_STATUS):
+        t = getattr(x, name)
+        if t is not None:
+            tensors[name] = t if t.is_contiguous() else t.contiguous()
+            p.index64 |= (t.dtype == torch.int64) << bit
+            p.status = status.word(x.q.device).data_ptr()
+    per_head = max(1, x.seqlen_k * (x.head_dim + x.head_dim_v) * 2)
+    heads = max(1, body.section_bytes // per_head) * (x.num_heads_q // x.num_heads_kv)
+    p.heads_in_section = min(heads, max(1, sequences * x.num_heads_q))
+
+    arch = device_of(x.q.device).arch
+    element = "fp16" if x.q.dtype == torch.float16 else "bf16"
+    sizes = tuple((n, int(str(options[n]))) for n in ("head_dim", "head_dim_v", *TILE_NAMES))
+    fields = _fields(element, sizes, x.softcap != 0.0, x.alibi_slopes is not None, mask)
+    image = jit.choose(body.entry, fields, arch)
+
+    def another(refused: Image) -> Image:
+        jit.refuse(refused)
+        return jit.choose(body.entry, fields, arch)
+
+    shared = 2 * (tile_m * max(head_dim, head_dim_v) + tile_n * (head_dim + head_dim_v))
+    shape = Shape((sequences * x.num_heads_q * m_blocks, 1, 1), (body.warp_size * warps, 1, 1), shared)
+    slots = tuple(slot(ForwardParams, _PARAMS.get(name, name)) for name in tensors)
+    call = Call(
+        image=image,
+        symbol="xattn_forward",
+        device=x.q.device,
+        shape=shape,
+        params=p,
+        slots=slots,
+        outputs=tuple(outputs),
+        aligned=aligned,
+        other_image=another,
+    )
+    return call, tensors
+
+
+def _direct(t: Tensor) -> Tensor:
+    """The tensor, or a copy of it whose rows start at multiples of 16 bytes."""
+    return t if is_direct(t) and t.stride(-3) < 2**31 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _floats(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous()
+
+
+def _distance(side: int | None) -> int:
+    return -1 if side is None else min(side, 2**30 - 1)

@@ -1,0 +1,88 @@
+"""Calls that come again: what was planned once is launched at once when the same is asked of other tensors.
+
+A question is the shapes, strides, dtypes and device of the tensors and every other argument. Only what a native kernel
+answers in one launch, without a copy and without a gradient, is kept; all else is planned each time (ops.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import autograd, settings
+from .inputs import Inputs
+from .kernel_call import Call, Prepared
+
+TENSORS = {
+    "attention": ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
+}
+OPTIONS = (
+    "causal",
+    "window_left",
+    "window_right",
+    "softmax_scale",
+    "softcap",
+    "return_lse",
+    "backend",
+    "max_seqlen_q",
+    "max_seqlen_k",
+)
+_OTHERS = ("dropout_p", "q_scale", "k_scale", "v_scale", "score_mod", "mask_mod", "epilogue", "out_dtype")
+
+_MOST = 4096
+_known: dict[tuple, Prepared] = {}
+_modes = torch._C._len_torch_dispatch_stack
+
+
+def answer(kind: str, tensors: tuple[Any, ...], options: tuple) -> list[Tensor] | None:
+    """The outputs of a call that came before; None where it did not, or has to be planned.
+
+    Args: ``tensors`` in the order of TENSORS[kind], ``options`` in that of OPTIONS.
+    """
+    grad = torch.is_grad_enabled()
+    inputs = []
+    for t in tensors:
+        if t is not None:
+            if type(t) is not Tensor or (grad and t.requires_grad):
+                return None
+            inputs.append(t)
+    try:
+        prepared = _known.get(_question(kind, tensors, options))
+    except (RuntimeError, TypeError):  # a tensor without strides, an argument that cannot be hashed
+        return None
+    if prepared is None or _modes() or autograd.transforms_active() or settings.validate_on_device():
+        return None
+    if torch.is_autocast_enabled("cuda") and inputs[0].dtype != torch.get_autocast_dtype("cuda"):
+        return None
+    return prepared(inputs) or None
+
+
+def _question(kind: str, tensors: tuple[Tensor | None, ...], options: tuple) -> tuple:
+    parts: list[Any] = [kind, options]
+    for t in tensors:
+        if t is None:
+            parts.append(None)
+        else:
+            parts += (t.shape, t.stride(), t.dtype, t.get_device())
+    return tuple(parts)
+
+
+def launch_first(x: Inputs, call: Call, tensors: dict[str, Tensor], prepared: Prepared) -> list[Tensor]:
+    """The outputs of a call that was just planned; it is remembered if it works on the tensors of ``x`` themselves."""
+    if not all(call.shape.grid):  # no blocks: the outputs have no elements
+        return [torch.empty(o.shape, dtype=o.dtype, device=call.device) for o in call.outputs]
+    outputs = prepared(list(tensors.values()))
+    if not any(getattr(x, name) for name in _OTHERS) and all(t is getattr(x, name) for name, t in tensors.items()):
+        if len(_known) >= _MOST:
+            _known.clear()
+        question = tuple(getattr(x, name) for name in TENSORS[x.kind])
+        _known[_question(x.kind, question, tuple(getattr(x, name) for name in OPTIONS))] = prepared
+    return outputs
+
+
+def forget() -> None:
+    """Plans every call anew from now on."""
+    _known.clear()
