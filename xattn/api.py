@@ -59,13 +59,16 @@ def attention(
         causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom-right).
         window: (left, right), inclusive distances from that diagonal; None on a side is unbounded, 0 is a real
             distance.
-        softmax_scale: default head_dim ** -0.5.
-        softcap: scores become softcap * tanh(scores / softcap); 0 is off.
-        attn_mask: boolean (True keeps) or a float added, broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
+        softmax_scale: default head_dim ** -0.5; 0, or of a size from 2^-126 to 1e30.
+        softcap: scores become softcap * tanh(scores / softcap); 0 is off; otherwise from 2^-126 to 1e30.
+        attn_mask: boolean (True keeps) or a float added, broadcastable to (batch, heads_q, seqlen_q, seqlen_k). Floats
+            of any dtype count in full.
         alibi_slopes: (heads_q,) or (batch, heads_q), float: -slope * |i + seqlen_k - seqlen_q - j| is added
             (Press et al., "Train short, test long", 2022).
-        sinks: (heads_q,), natural-log logits, not scaled, of one more key whose value is 0; lse includes it.
-        seqused_k: (batch,), int32 or int64: keys from there on do not exist.
+        sinks: (heads_q,), natural-log logits, not scaled, of one more key whose value is 0; lse includes it. A sink of
+            +inf takes all: out 0, lse +inf, gradients 0.
+        seqused_k: (batch,), int32 or int64: keys from there on do not exist, so that seqlen_k is seqused_k[b] wherever
+            something is aligned to it (causal, window, ALiBi).
         dropout_p: in [0, 1]; kept weights are scaled by 1 / (1 - dropout_p). dropout_rng: int64[2] (seed, offset) on
             the device; drawn from torch's generator of the device when not given. Equal pairs give equal masks
             everywhere (rng.py).
@@ -81,11 +84,16 @@ def attention(
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q (bf16 for fp8), contiguous; with return_lse (out,
         lse), lse in natural log, float32, (batch, heads_q, seqlen_q). A row that sees no key has out 0, lse -inf and
-        gradients 0.
+        gradients 0, whatever it and the gradient of its out hold.
+
+        What lies outside the valid range (keys from seqused_k on; in the other calls, what offsets, lengths and pages
+        leave out) never reaches a result, be it NaN. A NaN in a key or value that only a mask hides (causal, window,
+        attn_mask, mask_mod) may reach rows that see other keys, as 0 * NaN.
 
     Raises:
         TypeError, ValueError: an argument is not what is allowed; nothing was launched or written.
-        UnsupportedError: no backend, or not the one named, answers; the refusals are listed.
+        UnsupportedError: no backend, or not the one named, answers; the refusals are listed. Also for forward-mode
+            derivatives (torch.func.jvp, jacfwd, hessian) and for out under a torch.func transform.
     """
     plain = score_mod is None and mask_mod is None and epilogue is None and out is None
     if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
@@ -96,9 +104,32 @@ def attention(
         )
         if found is not None:
             return found
-        del found
-    del plain  # locals() are the arguments
-    return calls.run(calls.normalise("attention", dict(locals())))
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "causal": causal,
+        "window": window,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "attn_mask": attn_mask,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "seqused_k": seqused_k,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "epilogue": epilogue,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "out": out,
+        "backend": backend,
+    }
+    return calls.run(calls.normalise("attention", given))
 
 
 def attention_varlen(
@@ -158,9 +189,36 @@ def attention_varlen(
         )
         if found is not None:
             return found
-        del found
-    del plain  # locals() are the arguments
-    return calls.run(calls.normalise("varlen", dict(locals())))
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "causal": causal,
+        "window": window,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "attn_mask": attn_mask,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "seqused_k": seqused_k,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "epilogue": epilogue,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "out": out,
+        "backend": backend,
+    }
+    return calls.run(calls.normalise("varlen", given))
 
 
 def attention_paged(
@@ -210,10 +268,11 @@ def attention_paged(
         page_table: (batch, max_pages), int32 or int64: the pages of each sequence; what stands behind its length is
             never looked at.
         seqlens_k: (batch,), int32 or int64: tokens in the cache before the call. It is not modified.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, the new tokens included: hints.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, the new tokens included: hints. A max_seqlen_q below
+            the seqlen_q of q is an error.
         k_new, v_new: (batch, seqlen_new, heads_kv, head_dim), or packed with cu_seqlens_new (batch + 1,): written
-            behind the seqlens_k tokens, and part of the attention. The cache is changed. Scales divide them; fp8 caches
-            clamp them. v_new may be left out where v_cache is a view of k_cache.
+            behind the seqlens_k tokens, and part of the attention. The cache is changed. Scales, above 0 then, divide
+            them; fp8 caches clamp them. v_new may be left out where v_cache is a view of k_cache.
         rotary: applied to k_new before it is written, and to q, at their positions.
         num_splits: how many parts of the keys native kernels work on at once; None leaves it to them. Fallbacks work in
             one part.
@@ -229,7 +288,42 @@ def attention_paged(
         As ``attention_varlen``; also DeviceValueError for a page id or length out of range, and for new tokens without
         room: on the CPU before anything is written, on a GPU those are not written and ``check_errors`` raises.
     """
-    return calls.run(calls.normalise("paged", dict(locals())))
+    given = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_table": page_table,
+        "seqlens_k": seqlens_k,
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "k_new": k_new,
+        "v_new": v_new,
+        "cu_seqlens_new": cu_seqlens_new,
+        "rotary": rotary,
+        "kv_layout": kv_layout,
+        "num_splits": num_splits,
+        "causal": causal,
+        "window": window,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "attn_mask": attn_mask,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "epilogue": epilogue,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "out": out,
+        "backend": backend,
+    }
+    return calls.run(calls.normalise("paged", given))
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -242,7 +336,8 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 
     Returns:
         (out, lse) of the same shapes and dtypes. out = sum_n out_n exp(lse_n - lse) with lse = log sum_n exp(lse_n);
-        where every part is empty, out 0 and lse -inf. Both are differentiable.
+        where every part is empty, out 0 and lse -inf; a part with lse inf is the result, of several their mean. Both
+        are differentiable.
     """
     for name, parts in (("outs", outs), ("lses", lses)):
         if isinstance(parts, Tensor) or not isinstance(parts, Sequence):
@@ -263,13 +358,17 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
         validate.fail("lses", got, "(batch, heads_q, seqlen_q), or (heads_q, total_q) for packed outs")
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
     stacked = torch.stack(list(lses)).to(dtype)
+    all_of_it = stacked.detach() == float("inf")
+    taken = all_of_it.any(0)
+    stacked = torch.where(taken, 0, stacked)
     top = stacked.detach().amax(0)
     top = torch.where(top == float("-inf"), 0, top)
-    weights = torch.exp(stacked - top)
+    weights = torch.where(taken, all_of_it.to(dtype), torch.exp(stacked - top))
     total = weights.sum(0)
     empty = total == 0
     safe = torch.where(empty, 1, total)
     merged = torch.where(empty, float("-inf"), torch.log(safe) + top)
+    merged = torch.where(taken, float("inf"), merged)
     weights = (weights / safe).transpose(-1, -2)[..., None]
     # A part without weight counts as 0 whatever it holds: its out may be anything where its lse is -inf.
     values = torch.where(weights == 0, 0, torch.stack(list(outs)).to(dtype))

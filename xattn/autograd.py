@@ -7,8 +7,11 @@ transforms. Only inputs that ask get gradients; q, k, v are saved as they are, n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .errors import UnsupportedError
 from .inputs import Inputs
@@ -18,6 +21,21 @@ def transforms_active() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is at work: then autograd.Function must be applied in the
     open."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def no_forward_mode() -> UnsupportedError:
+    return UnsupportedError(
+        "a forward-mode derivative of attention was asked for (torch.func.jvp, jacfwd, hessian, dual tensors); "
+        "allowed: reverse mode, torch.func.grad, vjp and jacrev, and of second order jacrev(jacrev(f)) with "
+        "backend='reference'"
+    )
+
+
+def refuse_forward_mode(tensors: Iterable[Tensor | None]) -> None:
+    """Raises UnsupportedError where a tensor carries a tangent; torch.func.jvp finds the Functions' own refusal."""
+    if forward_ad._current_level >= 0 and not transforms_active():
+        if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise no_forward_mode()
 
 
 class Attention(torch.autograd.Function):
@@ -39,6 +57,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
+        if ctx.inputs.kind == "paged":
+            raise UnsupportedError(
+                "q: attention_paged has no gradient, and one was asked for by a torch.func transform"
+            )
         *tensors, out, lse = ctx.saved_tensors
         wanted = [bool(w) for w in ctx.needs_input_grad[2 : 2 + len(ctx.needs_grad)]]
         nothing = (None,) * len(ctx.needs_input_grad)
@@ -53,6 +75,10 @@ class Attention(torch.autograd.Function):
             grads = iter(_backward(ctx.inputs, ctx.needs_grad, wanted, *saved))
         found = [next(grads) if w else None for w in wanted]
         return (None, None, *found, *nothing[2 + len(found) :])
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise no_forward_mode()
 
     @staticmethod
     def vmap(info, in_dims, inputs, needs_grad, *tensors):
@@ -85,6 +111,10 @@ class AttentionBackward(torch.autograd.Function):
         return (None, None, None, d_dout, d_dlse, None, None, *rest, *nothing[7 + len(rest) :])
 
     @staticmethod
+    def jvp(ctx, *tangents):
+        raise no_forward_mode()
+
+    @staticmethod
     def vmap(info, in_dims, inputs, needs_grad, wanted, *tensors):
         return _each(info, in_dims[3:], tensors, lambda *ts: AttentionBackward.apply(inputs, needs_grad, wanted, *ts))
 
@@ -112,6 +142,10 @@ class AttentionDoubleBackward(torch.autograd.Function):
         raise UnsupportedError("a third derivative of attention was asked for; the first two are there")
 
     @staticmethod
+    def jvp(ctx, *tangents):
+        raise no_forward_mode()
+
+    @staticmethod
     def vmap(info, in_dims, inputs, needs_grad, wanted, counts, *tensors):
         how = (inputs, needs_grad, wanted, counts)
         return _each(info, in_dims[4:], tensors, lambda *ts: AttentionDoubleBackward.apply(*how, *ts))
@@ -129,6 +163,13 @@ def _each(info, in_dims, tensors, fn):
     """The vmap rule: one call for each element of the mapped dimension, results stacked. Dropout repeats its mask in
     each."""
     results = []
+    if not info.batch_size:  # one call on zeros tells the shapes
+        lone = (
+            t if d is None else t.new_zeros((*t.shape[:d], *t.shape[d + 1 :]))
+            for t, d in zip(tensors, in_dims, strict=True)
+        )
+        found = tuple(None if x is None else x.new_zeros((0, *x.shape)) for x in fn(*lone))
+        return found, tuple(None if x is None else 0 for x in found)
     for n in range(info.batch_size):
         results.append(fn(*(t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims, strict=True))))
     stacked = [None if column[0] is None else torch.stack(column) for column in zip(*results, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, ops, paging, repeats, rng, validate
+from . import autograd, dispatch, fusion, ops, paging, repeats, rng, segments, validate
 from .device import of as device_of
 from .errors import UnsupportedError
 from .fusion import Epilogue
@@ -47,6 +47,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
         validate.tensor(name, given[name], optional=False)
     for name in (*_OPTIONAL, *(_OPTIONAL_PAGED if kind == "paged" else ())):
         validate.tensor(name, given.get(name))
+    given = _autocast(kind, given)
     kwargs = {name: value for name, value in given.items() if name not in tensors and name not in _NOT_OF_THE_OP}
     for name in _COUNTS[kind]:
         if kind == "varlen" or kwargs[name] is not None:
@@ -60,11 +61,11 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
             kwargs["dropout_rng"] = rng.draw(q.device)
         else:
             kwargs["dropout_rng"] = torch.empty(2, dtype=torch.int64, device=q.device)
-    _functions(kwargs, given, q.device, trace)
     positional = tuple(given[name] for name in tensors)
     if kind == "varlen":
         positional += (kwargs.pop("max_seqlen_q"), kwargs.pop("max_seqlen_k"))
     if kind != "paged":
+        _functions(kind, kwargs, given, None, trace)
         return Call(kind, positional, kwargs, given["out"], None, None)
     append = _append(given, kwargs)
     if append is not None:
@@ -73,6 +74,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
         new, offsets = append["k_new"], append["cu_seqlens_new"]
         lengths = given["seqlens_k"] + (new.shape[1] if offsets is None else offsets[1:] - offsets[:-1])
         positional = (*positional[:4], lengths)
+    _functions(kind, kwargs, given, positional[4], trace)
     return Call(kind, positional, kwargs, given["out"], append, given["rotary"])
 
 
@@ -87,7 +89,7 @@ def repeated(
 ) -> Any:
     """The result of a call that came before, or None: the short way for arguments of just the usual types.
 
-    Args: ``tensors`` as repeats.TENSORS lists them; ``options``: causal, window, softmax_scale, softcap, return_lse,
+    Args: ``tensors`` as inputs.TENSORS lists them; ``options``: causal, window, softmax_scale, softcap, return_lse,
     backend; ``longest``: the max_seqlens.
     """
     q = tensors[0]
@@ -112,6 +114,8 @@ def repeated(
 def run(call: Call) -> Any:
     """Makes the call: everything the host can see is checked before anything is written."""
     compiling = torch.compiler.is_compiling()
+    if not compiling:
+        _refuse_transforms(call)
     if not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
         inputs = ops.record(call.kind, call.positional, call.kwargs)
         check(call, inputs)
@@ -119,7 +123,8 @@ def run(call: Call) -> Any:
         found = dispatch.plan(inputs.problem(asked(inputs)), inputs.size_bucket(), at, backend=backend)
         dispatch.must_answer(found, backend)
         if call.append is not None:
-            validate.values(replace(inputs, seqlens_k=call.append["seqlens_k"]))
+            _validate_appended(inputs, call.append)
+        _probe_functions(inputs)
     if call.append is not None:
         torch.ops.xattn.append_paged(**call.append)
     positional = call.positional
@@ -130,8 +135,10 @@ def run(call: Call) -> Any:
         positional = (turned, *positional[1:])
     if not compiling and autograd.transforms_active():
         inputs = ops.record(call.kind, positional, call.kwargs)
-        wanted = [t is not None and t.is_floating_point() and t.dtype.itemsize > 1 for _, t in inputs.differentiable()]
-        needs = wanted if call.kind != "paged" else None
+        if call.kind == "paged":
+            validate.call(inputs, asked(inputs))
+        needs = [t is not None and t.is_floating_point() and t.dtype.itemsize > 1 for _, t in inputs.differentiable()]
+        needs = [need and call.kind != "paged" for need in needs]
         result, lse = autograd.Attention.apply(inputs.without_tensors(), needs, *inputs.flat())
     elif call.kind == "attention":
         result, lse = torch.ops.xattn.attention(*positional, **call.kwargs)
@@ -144,11 +151,26 @@ def run(call: Call) -> Any:
     return (result, lse) if call.kwargs["return_lse"] else result
 
 
+def _refuse_transforms(call: Call) -> None:
+    """What a torch.func transform or a dual tensor asks for in vain, by name."""
+    if autograd.transforms_active():
+        written = {"out": call.out, "k_new": call.append}
+        for name in (n for n, given in written.items() if given is not None):
+            raise UnsupportedError(
+                f"{name}: got a tensor under a torch.func transform (vmap, grad); allowed: None there"
+            )
+    autograd.refuse_forward_mode(t for t in call.positional if isinstance(t, Tensor))
+
+
 def describe(kind: str, given: dict[str, Any]) -> Inputs:
-    """The record of a call that is not made, checked as if it were; user functions are noted, not traced."""
+    """The record of a call that is not made, checked as if it were; user functions are traced, and only noted."""
     call = normalise(kind, given, trace=False)
     epilogue = given["epilogue"]
     device = given["q"].device
+    for role in _FUNCTIONS:
+        if given[role] is not None:
+            fn, aux = (epilogue.fn, call.kwargs.pop("epilogue_aux")) if role == "epilogue" else (given[role], ())
+            _traceable(role, fn, device, aux)
     inputs = replace(
         ops.record(kind, call.positional, call.kwargs),
         score_mod=_noted("score_mod", given["score_mod"]),
@@ -179,14 +201,26 @@ def asked(inputs: Inputs) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- parts
+def _autocast(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as autocast makes them, where it is on: what is checked and planned is what is computed."""
+    at = given["q"].device.type
+    if at not in ("cpu", "cuda") or not torch.is_autocast_enabled(at):
+        return given
+    dtype = torch.get_autocast_dtype(at)
+    names = ["q", "k", "v", "attn_mask"]
+    if kind == "paged":
+        names, dtype = ["q", "k_new", "v_new"], ops.autocast_of_cache(given["k_cache"], dtype)
+    return given | {n: ops.autocast(given[n], dtype) for n in names if given[n] is not None}
+
+
 def _numbers(kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     for name in ("causal", "return_lse"):
         validate.flag(name, kwargs[name])
     if kwargs["deterministic"] is not None:
         validate.flag("deterministic", kwargs["deterministic"])
     if kwargs["softmax_scale"] is not None:
-        kwargs["softmax_scale"] = validate.number("softmax_scale", kwargs["softmax_scale"])
-    kwargs["softcap"] = validate.number("softcap", kwargs["softcap"], low=0.0)
+        kwargs["softmax_scale"] = validate.factor("softmax_scale", kwargs["softmax_scale"])
+    kwargs["softcap"] = validate.factor("softcap", kwargs["softcap"])
     kwargs["dropout_p"] = validate.number("dropout_p", kwargs["dropout_p"], 0.0, 1.0)
     if kwargs["backend"] is not None and not isinstance(kwargs["backend"], str):
         validate.fail("backend", type(kwargs["backend"]).__name__, "the name of a backend, or None", TypeError)
@@ -197,15 +231,20 @@ def _numbers(kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     kwargs["window_left"], kwargs["window_right"] = validate.window(given["window"])
 
 
-def _functions(kwargs: dict[str, Any], given: dict[str, Any], device: torch.device, trace: bool) -> None:
+def _functions(kind: str, kwargs: dict[str, Any], given: dict[str, Any], lengths: Tensor | None, trace: bool) -> None:
+    """``lengths``: of paged calls, the new tokens included."""
     epilogue = given["epilogue"]
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         validate.fail("epilogue", type(epilogue).__name__, "an xattn.Epilogue or None", TypeError)
     for role in ("score_mod", "mask_mod"):
         if given[role] is not None and not callable(given[role]):
             validate.fail(role, type(given[role]).__name__, "a function, or None", TypeError)
+    aux: tuple[Tensor, ...] = ()
     if epilogue is not None:
         kwargs["out_dtype"] = epilogue.out_dtype
+        aux = _epilogue_aux(kind, epilogue, given, lengths)
+        if not trace:
+            kwargs["epilogue_aux"] = aux
     if not trace:
         return
     for role in _FUNCTIONS:
@@ -213,9 +252,33 @@ def _functions(kwargs: dict[str, Any], given: dict[str, Any], device: torch.devi
             continue
         if torch.compiler.is_exporting():
             raise UnsupportedError(f"{role}: user functions do not travel in exported modules; export without it")
-        fn, aux = (epilogue.fn, epilogue.aux) if role == "epilogue" and epilogue else (given[role], ())
-        key, tensors = fusion.trace(role, fn, device, aux)
+        fn = epilogue.fn if role == "epilogue" and epilogue else given[role]
+        key, tensors = fusion.trace(role, fn, given["q"].device, aux if role == "epilogue" else ())
         kwargs[role], kwargs[f"{role}_aux"] = key, tensors or None
+
+
+def _epilogue_aux(kind: str, epilogue: Epilogue, given: dict[str, Any], lengths: Tensor | None) -> tuple[Tensor, ...]:
+    """The aux tensors of an epilogue; those of the output's shape by rows, and where each sequence starts in them."""
+    if not epilogue.rows:
+        return epilogue.aux
+    q, offsets = given["q"], given.get("cu_seqlens_q")
+    rank = 3 if kind == "varlen" or offsets is not None else 4
+    if q.dim() != rank:
+        validate.fail("q", f"shape {tuple(q.shape)}", f"{rank} dimensions")
+    wanted = (*q.shape[:-1], given["v_cache" if kind == "paged" else "v"].shape[-1])
+    aux = list(epilogue.aux)
+    for n in epilogue.rows:
+        if tuple(aux[n].shape) != wanted:
+            validate.fail("epilogue", f"a tensor of shape {tuple(aux[n].shape)}", f"{wanted}, the shape of the output")
+        aux[n] = aux[n].flatten(0, -3)
+    if offsets is not None:
+        starts, seqlens_q = offsets[:-1].long(), (offsets[1:] - offsets[:-1]).long()
+    else:
+        starts, seqlens_q = torch.arange(q.shape[0], device=q.device) * q.shape[1], q.shape[1]
+    if lengths is not None:  # q_idx counts from the start of the sequence, not from that of its queries
+        starts = starts - (lengths.long() - seqlens_q)
+    rows = aux[epilogue.rows[0]].shape[0]
+    return (*aux, torch.cat([starts, torch.full((1,), rows - 1, dtype=torch.int64, device=q.device)]))
 
 
 def _append(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -228,6 +291,9 @@ def _append(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | N
             if given[name] is not None:
                 validate.fail("k_new", None, f"a tensor, where {name} is given")
         return None
+    for name in ("k_scale", "v_scale"):
+        if not isinstance(given[name], Tensor):
+            validate.divisor(name, given[name])
     names = ("k_cache", "v_cache", "page_table", "seqlens_k", "k_new", "v_new", "cu_seqlens_new", "kv_layout")
     append = {name: given[name] for name in names}
     append["k_scale"], append["v_scale"] = kwargs["k_scale"], kwargs["v_scale"]
@@ -245,6 +311,44 @@ def _validate_append(append: dict[str, Any]) -> None:
     validate.append(**{name: value for name, value in append.items() if not name.startswith("rotary")})
     if "rotary_cos" in append:
         Rotary(append["rotary_cos"], append["rotary_sin"], append["rotary_interleaved"]).check(append["k_new"])
+
+
+def _validate_appended(inputs: Inputs, append: dict[str, Any]) -> None:
+    """Values, before a token is written."""
+    if append["cu_seqlens_new"] is not None:
+        validate.offsets("cu_seqlens_new", append["cu_seqlens_new"], append["k_new"].shape[0])
+    validate.values(replace(inputs, seqlens_k=append["seqlens_k"]))
+
+
+def _traceable(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor]) -> None:
+    """Raises what tracing raises. For meta tensors on the device of what the function holds, or on the CPU."""
+    if device.type == "meta":
+        device = next((t.device for t in _held(fn)), torch.device("cpu"))
+        aux = [torch.zeros((), dtype=t.dtype, device=device).expand(t.shape) for t in aux]
+    fusion.trace(role, fn, device, aux)
+
+
+def _probe_functions(x: Inputs) -> None:
+    """On the CPU, before a result or a token is written: user functions at the first and last index of each kind.
+
+    So that a tensor which they hold and which is too small is found in time; kernels find the rest.
+    """
+    functions = [(role, getattr(x, role), aux) for role in _FUNCTIONS if (aux := getattr(x, f"{role}_aux"))]
+    if not functions or x.q.device.type != "cpu":
+        return
+    if x.kind != "paged":
+        validate.values(x)
+    heads = torch.tensor([0, x.num_heads_q - 1])
+    for segment in segments.segments(x, 1):
+        batch, seqlen_q, seqlen_k = segment.batch_idx, segment.extent_q, segment.extent_k
+        for role, mod, aux in functions:
+            last = (x.head_dim_v if role == "epilogue" else seqlen_k) - 1
+            if seqlen_q < 1 or last < 0:
+                continue
+            first = seqlen_k - seqlen_q if x.kind == "paged" else 0
+            value = [] if role == "mask_mod" else [torch.zeros(len(batch), 2, 2, 2)]
+            ends = torch.tensor([[first], [first + seqlen_q - 1]]), torch.tensor([0, last])
+            mod.eager(*value, batch[:, None, None, None], heads[:, None, None], *ends, *aux)
 
 
 def _check_out(inputs: Inputs, grads: Sequence[str], out: Tensor) -> None:

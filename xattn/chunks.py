@@ -39,7 +39,7 @@ def forward(
         chunk.segment.put_rows(out, o, chunk.rows)
         if lse is not None:
             chunk.segment.put_lse(lse, row_lse, chunk.rows)
-    return out[:rows], None if lse is None else lse[..., :columns].contiguous()
+    return _without(spare, out), None if lse is None else _without_columns(spare, lse)
 
 
 def backward(
@@ -52,7 +52,7 @@ def backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     """Gradients of the tensors that ``inputs.differentiable()`` lists and ``wanted`` marks, in that order."""
-    total = _Accumulator(inputs, wanted)
+    total = _Accumulator(inputs, wanted, dtype)
     for chunk in chunks(inputs, limit):
         leaves = chunk.leaves(inputs, dtype)
         names = [n for n in leaves if total.wants(n)]
@@ -80,7 +80,7 @@ def double_backward(
     """Gradients of ``backward`` with respect to dout, dlse and every differentiable tensor, given those of its
     results."""
     pairs = inputs.differentiable()
-    total = _Accumulator(inputs, [t is not None and t.is_floating_point() for _, t in pairs])
+    total = _Accumulator(inputs, [t is not None and t.is_floating_point() for _, t in pairs], dtype)
     seeds = _named(pairs, wanted, grads_of_grads)
     spare = spare_rows(inputs)
     (n, *width), (*heads, columns) = inputs.out_shape, inputs.lse_shape
@@ -109,8 +109,8 @@ def double_backward(
         chunk.segment.put_lse(d_dlse, dl2, chunk.rows)
         total.add(chunk, dict(zip(names, grads, strict=True)))
     grads = iter(total.finish())
-    d_lse = None if dlse is None else d_dlse[..., :columns].to(dlse.dtype)
-    return d_dout[:n].to(dout.dtype), d_lse, [next(grads) if w else None for w in total.wanted]
+    d_lse = None if dlse is None else _without_columns(spare, d_dlse).to(dlse.dtype)
+    return _without(spare, d_dout).to(dout.dtype), d_lse, [next(grads) if w else None for w in total.wanted]
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,11 @@ class _Accumulator:
     """Sums the gradients of chunks: whole tensors in the computation's dtype, cast to that of the argument at the
     end."""
 
-    def __init__(self, inputs: Inputs, wanted: list[bool]):
+    def __init__(self, inputs: Inputs, wanted: list[bool], dtype: torch.dtype):
         self.wanted, self.pairs = wanted, inputs.differentiable()
-        self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+        self.dtype = torch.promote_types(dtype, torch.float32)
         names = _names(self.pairs)
-        spare = spare_rows(inputs)
+        self.spare = spare = spare_rows(inputs)
         self.sums: dict[str, Tensor] = {}
         for name, (_, t), w in zip(names, self.pairs, wanted, strict=True):
             if w and t is not None:
@@ -213,9 +213,19 @@ class _Accumulator:
         result = []
         for name, (_, t) in zip(_names(self.pairs), self.pairs, strict=True):
             if name in self.sums and t is not None:
-                total = self.sums[name][: t.shape[0]] if name in ("q", "k", "v") else self.sums[name].view(t.shape)
+                total = self.sums[name]
+                total = _without(self.spare, total) if name in ("q", "k", "v") else total.resize_(t.shape)
                 result.append(total.to(t.dtype))
         return result
+
+
+def _without(spare: int, t: Tensor) -> Tensor:
+    """A contiguous tensor without its spare rows; in place, since autograd lets nobody write to a view."""
+    return t.resize_((t.shape[0] - spare, *t.shape[1:])) if spare else t
+
+
+def _without_columns(spare: int, t: Tensor) -> Tensor:
+    return t[..., :-spare].contiguous() if spare else t
 
 
 def _names(pairs: list[tuple[str, Tensor | None]]) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -30,11 +31,12 @@ class ForkSafeLock:
         self._lock.release()
 
 
-def transforms_enabled() -> Any:
+@contextlib.contextmanager
+def transforms_enabled() -> Iterator[None]:
     """A context in which torch.func's transforms work inside a kernel.
 
     A kernel called below a dispatch mode (compiled code's first run, a flop counter) finds their dispatch keys
-    excluded; here they are let in.
+    excluded; here they are let in. Saved-tensor hooks, which the transforms refuse, do not see what a kernel computes.
     """
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
@@ -47,4 +49,13 @@ def transforms_enabled() -> Any:
         keys.FuncTorchDynamicLayerBackMode,
     ):
         excluded = excluded - torch._C.DispatchKeySet(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

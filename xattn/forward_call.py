@@ -14,7 +14,7 @@ from . import jit, launch, status
 from .device import Device
 from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
-from .inputs import Inputs, is_direct
+from .inputs import TENSORS, Inputs, is_direct
 from .kernel_call import Call, Output, Shape, slot
 from .launch_params import ForwardParams, Operand
 from .problem import Problem
@@ -69,6 +69,8 @@ class ForwardBody:
         dims, switch = range(32, self.tiles[-1][0] + 1, 32), (False, True)
         for element, d, dv, softcap, alibi, mask in product(_ELEMENTS, dims, dims, switch, switch, _MASKS):
             yield ImageSpec(self.entry, _fields(element, self.tile(d, dv), softcap, alibi, mask), arch)
+        for element, d, dv in product(_ELEMENTS, dims, dims):
+            yield ImageSpec(self.entry, _fields(element, self.tile(d, dv), any_scale=True), arch)
 
     def missing(self, device: Device) -> str:
         """``Backend.missing``."""
@@ -76,11 +78,16 @@ class ForwardBody:
 
 
 def _fields(
-    element: str, tile: tuple[tuple[str, int], ...], softcap: bool, alibi: bool, attn_mask: str
+    element: str,
+    tile: tuple[tuple[str, int], ...],
+    softcap: bool = False,
+    alibi: bool = False,
+    attn_mask: str = "none",
+    any_scale: bool = False,
 ) -> tuple[tuple[str, ConfigValue], ...]:
     """The fields of the kernel's Config struct; their order is part of an image's address."""
-    options = (("keep_q", False), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
-    return (("element", element), *tile, *options)
+    switches = (("keep_q", False), ("any_scale", any_scale), ("softcap", softcap), ("alibi", alibi))
+    return (("element", element), *tile, *switches, ("attn_mask", attn_mask))
 
 
 def prepare(
@@ -149,6 +156,8 @@ def prepare(
     element = "fp16" if x.q.dtype == torch.float16 else "bf16"
     sizes = tuple((n, int(str(options[n]))) for n in ("head_dim", "head_dim_v", *TILE_NAMES))
     fields = _fields(element, sizes, x.softcap != 0.0, x.alibi_slopes is not None, mask)
+    if x.scale <= 0.0 and fields == _fields(element, sizes):
+        fields = _fields(element, sizes, any_scale=True)
     image = jit.choose(body.entry, fields, arch)
 
     def another(refused: Image) -> Image:
@@ -157,6 +166,7 @@ def prepare(
 
     shared = 2 * (tile_m * max(head_dim, head_dim_v) + tile_n * (head_dim + head_dim_v))
     shape = Shape((sequences * x.num_heads_q * m_blocks, 1, 1), (body.warp_size * warps, 1, 1), shared)
+    tensors = {name: tensors[name] for name in TENSORS[x.kind] if name in tensors}
     slots = tuple(slot(ForwardParams, _PARAMS.get(name, name)) for name in tensors)
     call = Call(
         image=image,

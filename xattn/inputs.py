@@ -55,6 +55,13 @@ _NOT_DIFFERENTIABLE = (
 )
 
 
+# The tensors of a call that native kernels read, in the order in which they are handed to a launch.
+TENSORS = {
+    "attention": ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
+}
+
+
 @dataclass(frozen=True)
 class Mod:
     """A user's function in traced form; ``key`` names it in ops.

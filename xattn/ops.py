@@ -1,9 +1,9 @@
 """The torch ops ``torch.ops.xattn.*``: schemas, fakes with real strides, and their kernels, which plan and run a
 backend.
 
-    attention, attention_varlen, attention_paged       -> (out, lse); lse is empty unless return_lse (where a gradient
-    is
-                                                          asked for, it may be full of NaN instead)
+    attention, attention_varlen, attention_paged       -> (out, lse); without return_lse, lse is for the backward alone:
+                                                          empty, or zeros where a gradient is asked for and the backend
+                                                          needs none
     attention_backward, attention_varlen_backward      -> gradients of the wanted tensors
     rotary                                             -> x rotated as tokens at their positions
     append_paged                                       writes new keys and values into a paged cache
@@ -15,7 +15,6 @@ to be had.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -59,6 +58,7 @@ _POSITIONAL = {
 _ONLY_PAGED = ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "kv_layout", "num_splits")
 _COMMON = tuple(part.split("=")[0].split()[-1] for part in _TAIL.split(", "))
 _MODS = ("score_mod", "mask_mod", "epilogue")
+_FARTHEST = 1 << 62  # a window distance beyond every key
 
 for _name, _head in _HEADS.items():
     _LIBRARY.define(f"{_name}({_head}{_TAIL}, bool[]? needs_grad=None) -> (Tensor, Tensor)")
@@ -135,6 +135,9 @@ def record(kind: str, args: tuple, kwargs: dict[str, Any]) -> Inputs:
     for name in _MODS:
         fields[name] = fusion.lookup(fields.get(name) or "")
         fields[f"{name}_aux"] = tuple(fields.get(f"{name}_aux") or ())
+    for side in ("window_left", "window_right"):  # so that no sum of it and an index overflows
+        if isinstance(fields.get(side), int):
+            fields[side] = min(fields[side], _FARTHEST)
     if fields.get("deterministic") is None:
         fields["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if kind == "paged":
@@ -143,7 +146,8 @@ def record(kind: str, args: tuple, kwargs: dict[str, Any]) -> Inputs:
         if (
             fields.get("max_seqlen_q") is None
         ):  # packed queries whose longest run was not given: no run is longer than all
-            fields["max_seqlen_q"] = fields["q"].shape[0] if fields["q"].dim() == 3 else 0
+            shape = fields["q"].shape
+            fields["max_seqlen_q"] = shape[0] if len(shape) == 3 else shape[1] if len(shape) > 1 else 0
     return Inputs(kind=kind, **fields)
 
 
@@ -189,10 +193,10 @@ def _answer(backend: Backend, inputs: Inputs, config: Config) -> tuple[Tensor, T
 
 
 def _no_lse(inputs: Inputs, needs_grad: bool) -> Tensor:
-    """What stands for an lse that was not asked for: empty, or NaN where only a backward of another kind of backend
+    """What stands for an lse that was not asked for: empty, or zeros where only a backward of another kind of backend
     could read it."""
     shape = inputs.lse_shape if inputs.return_lse or needs_grad else (0,)
-    return torch.full(shape, math.nan, dtype=torch.float32, device=inputs.q.device)
+    return torch.zeros(shape, dtype=torch.float32, device=inputs.q.device)
 
 
 def _kernel(kind: str):
@@ -273,14 +277,22 @@ def _autocast_kernel(kind: str, device_type: str):
     def kernel(*args, **kwargs):
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            q, k, v = (autocast(t, dtype) for t in args[:3])
-            if kind == "paged":
-                k, v = args[1:3]  # a cache is not cast: it is as large as it is
+            if kind == "paged":  # a cache is not cast, it is as large as it is
+                k, v = args[1:3]
+                q = autocast(args[0], autocast_of_cache(k, dtype))
+            else:
+                q, k, v = (autocast(t, dtype) for t in args[:3])
             if kwargs.get("attn_mask") is not None:
                 kwargs["attn_mask"] = autocast(kwargs["attn_mask"], dtype)
             return op(q, k, v, *args[3:], **kwargs)
 
     return kernel
+
+
+def autocast_of_cache(k_cache: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What queries and new tokens of a paged call become under autocast to ``dtype``: what the cache holds, if not
+    fp8."""
+    return dtype if dtype_name(k_cache.dtype) in FP8 else k_cache.dtype
 
 
 def autocast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -305,6 +317,8 @@ def _append(
     rotary_interleaved=False,
 ):
     validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        validate.divisor(name, scale)
     rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, rotary_interleaved)
     if cu_seqlens_new is not None:
         validate.offsets("cu_seqlens_new", cu_seqlens_new, k_new.shape[0])

@@ -74,7 +74,9 @@ def _rounded(new: Tensor, dtype: torch.dtype, scale: Tensor | None, sequence: Te
     """(tokens, heads, width) in the cache's dtype: divided by the scale, and clamped to the range where the dtype is
     fp8."""
     if scale is not None:
-        new = new.float() / (scale if scale.dim() == 0 else scale[sequence][..., None])
+        new = (new if new.dtype == torch.float64 else new.float()) / (
+            scale if scale.dim() == 0 else scale[sequence][..., None]
+        )
     if dtype.itemsize == 1:
         top = torch.finfo(dtype).max
         new = new.float().clamp(-top, top)  # NaN stays NaN

@@ -25,7 +25,9 @@ def chunk_scores(inputs: Inputs) -> int:
 
 
 def compute_dtype(inputs: Inputs) -> torch.dtype:
-    return torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+    mask = inputs.attn_mask
+    wide = torch.float64 in (inputs.q.dtype, None if mask is None else mask.dtype)
+    return torch.float64 if wide else torch.float32
 
 
 def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -45,8 +47,11 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
     at = (segment.batch_idx[:, None, None, None], torch.arange(hq, device=q.device)[:, None, None])
     q_idx = i if x.kind != "paged" else i + (seqlen_k - seqlen_q)
 
-    grouped = q.view(b, rows, hkv, hq // hkv, d).permute(0, 2, 3, 1, 4).reshape(b, hkv, hq // hkv * rows, d)
-    s = (grouped @ k.permute(0, 2, 3, 1)).view(b, hq, rows, keys) * x.scale
+    seen = _seen(inputs, chunk, t, at, i, j, q_idx)
+    if seen is not None:  # what a row holds that sees nothing reaches no gradient
+        q = torch.where(seen.any(-1, keepdim=True).expand(-1, -1, rows, 1).transpose(1, 2), q, 0)
+    grouped = q.reshape(b, rows, hkv, hq // hkv, d).permute(0, 2, 3, 1, 4).reshape(b, hkv, hq // hkv * rows, d)
+    s = (grouped @ k.permute(0, 2, 3, 1)).reshape(b, hq, rows, keys) * x.scale
     for name in ("q_scale", "k_scale"):
         if name in t:
             s = s * _per_head(t[name], hq)
@@ -59,21 +64,20 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
         s = s - t["alibi_slopes"][..., None, None] * (i + (seqlen_k - seqlen_q) - j).abs()
     if x.attn_mask is not None and "attn_mask" in t:
         s = s + t["attn_mask"]
-    terms = [masks.visible(i, j, seqlen_q, seqlen_k, x.causal, x.window_left, x.window_right)]
-    terms.append(None if segment.valid_keys is None else segment.valid_keys[:, None, None, chunk.keys])
-    if x.mask_mod is not None:
-        terms.append(x.mask_mod.eager(*at, q_idx, j, *x.mask_mod_aux))
-    terms.append(chunk.bool_mask(inputs, i, j))
-    seen = masks.conjunction([term for term in terms if term is not None])
-    if seen is not None:
-        s = torch.where(seen, s, -math.inf)
+    hidden = s == -math.inf
+    hidden = hidden if seen is None else hidden | ~seen
+    s = torch.where(hidden, -math.inf, s)  # no gradient comes back from there
+    unseen = hidden.all(-1, keepdim=True)
 
     if keys:
         row_max = s.detach().amax(-1, keepdim=True)
     else:
         row_max = s.new_full((b, hq, rows, 1), -math.inf)
     sinks = t["sinks"][:, None, None] if "sinks" in t else None
+    takes_all = None
     if sinks is not None:
+        takes_all = sinks == math.inf
+        sinks = torch.where(takes_all, 0, sinks)
         row_max = torch.maximum(row_max, sinks.detach())
     row_max = torch.where(row_max == -math.inf, 0, row_max)
     p = torch.exp(s - row_max)
@@ -87,7 +91,11 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
     if x.dropout_p:
         kept = rng.keep(present(x.dropout_rng), x.dropout_p, *at, q_idx, j)
         p = torch.where(kept, p / (1 - x.dropout_p), 0) if x.dropout_p < 1 else p * 0
-    o = (p.view(b, hkv, hq // hkv * rows, keys) @ v.permute(0, 2, 1, 3)).view(b, hq, rows, dv) / row_sum
+    o = (p.reshape(b, hkv, hq // hkv * rows, keys) @ v.permute(0, 2, 1, 3)).reshape(b, hq, rows, dv)
+    # Twice: a row without keys takes nothing from v, be it NaN, and gives nothing back.
+    o = torch.where(unseen, 0, torch.where(unseen, 0, o) / row_sum)
+    if takes_all is not None:
+        o, lse = torch.where(takes_all, 0, o), torch.where(takes_all[..., 0], math.inf, lse)
     if "v_scale" in t:
         o = o * _per_head(t["v_scale"], hq)
     if x.epilogue is not None:
@@ -96,6 +104,23 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
     if isinstance(seqlen_q, Tensor):  # rows of padding
         o, lse = torch.where(i < seqlen_q, o, 0), torch.where((i < seqlen_q)[..., 0], lse, -math.inf)
     return o.transpose(1, 2), lse
+
+
+def _seen(
+    x: Inputs, chunk: Chunk, t: dict[str, Tensor], at: tuple[Tensor, Tensor], i: Tensor, j: Tensor, q_idx: Tensor
+) -> Tensor | None:
+    """Boolean (batch, heads, rows, keys) up to broadcasting: what the masks leave; None where there are none."""
+    segment = chunk.segment
+    seqlen_q, seqlen_k = _as_4d(segment.seqlen_q), _as_4d(segment.seqlen_k)
+    terms = [masks.visible(i, j, seqlen_q, seqlen_k, x.causal, x.window_left, x.window_right)]
+    terms.append(None if segment.valid_keys is None else segment.valid_keys[:, None, None, chunk.keys])
+    if x.mask_mod is not None:
+        terms.append(x.mask_mod.eager(*at, q_idx, j, *x.mask_mod_aux))
+    terms.append(chunk.bool_mask(x, i, j))
+    if "attn_mask" in t:
+        terms.append(t["attn_mask"] != -math.inf)
+    seen = masks.conjunction([term for term in terms if term is not None])
+    return None if seen is None else seen.reshape((1,) * (4 - seen.dim()) + seen.shape)
 
 
 def _as_4d(length: int | Tensor) -> int | Tensor:

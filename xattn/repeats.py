@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from . import autograd, settings
-from .inputs import Inputs
+from .inputs import TENSORS, Inputs
 from .kernel_call import Call, Prepared
 
-TENSORS = {
-    "attention": ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
-    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
-}
 OPTIONS = (
     "causal",
     "window_left",
@@ -40,7 +36,7 @@ _modes = torch._C._len_torch_dispatch_stack
 def answer(kind: str, tensors: tuple[Any, ...], options: tuple) -> list[Tensor] | None:
     """The outputs of a call that came before; None where it did not, or has to be planned.
 
-    Args: ``tensors`` in the order of TENSORS[kind], ``options`` in that of OPTIONS.
+    Args: ``tensors`` in the order of inputs.TENSORS[kind], ``options`` in that of OPTIONS.
     """
     grad = torch.is_grad_enabled()
     inputs = []
@@ -75,11 +71,15 @@ def launch_first(x: Inputs, call: Call, tensors: dict[str, Tensor], prepared: Pr
     if not all(call.shape.grid):  # no blocks: the outputs have no elements
         return [torch.empty(o.shape, dtype=o.dtype, device=call.device) for o in call.outputs]
     outputs = prepared(list(tensors.values()))
-    if not any(getattr(x, name) for name in _OTHERS) and all(t is getattr(x, name) for name, t in tensors.items()):
+    question = {name: getattr(x, name) for name in TENSORS[x.kind]}
+    own = [(name, t) for name, t in question.items() if t is not None]  # in the order in which ``answer`` gives them
+    same = len(own) == len(tensors) and all(
+        n == m and t is u for (n, t), (m, u) in zip(own, tensors.items(), strict=True)
+    )
+    if same and not any(getattr(x, name) for name in _OTHERS):
         if len(_known) >= _MOST:
             _known.clear()
-        question = tuple(getattr(x, name) for name in TENSORS[x.kind])
-        _known[_question(x.kind, question, tuple(getattr(x, name) for name in OPTIONS))] = prepared
+        _known[_question(x.kind, tuple(question.values()), tuple(getattr(x, name) for name in OPTIONS))] = prepared
     return outputs
 
 

@@ -110,7 +110,7 @@ class Segment:
     def add_k(self, dst: Tensor, values: Tensor, keys: slice) -> None:
         if isinstance(self.rows_k, Tensor):
             index = self.rows_k[:, keys]
-            dst[index] = dst[index] + values
+            dst[index] = dst[index] + values.to(dst.dtype)
         else:
             self.gather_k(dst)[:, keys] += values
 

@@ -19,6 +19,7 @@ from . import status
 from .inputs import DTYPES, FP8, Inputs, dtype_name, present
 
 _LARGEST = 2**63 - 1
+_SMALLEST, _LARGEST_FACTOR = 2.0**-126, 1e30  # the first normal number of float32; and far from its last
 _INT = (torch.int32, torch.int64)
 _FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OUT = (*DTYPES, torch.int8, torch.uint8)
@@ -36,9 +37,18 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
     if not (low <= value <= high and -math.inf < value < math.inf):
         below, above = "" if low == -math.inf else f" from {low:g}", "" if high == math.inf else f" to {high:g}"
         fail(name, value, f"a finite number{below}{above}")
-    if isinstance(value, int) and abs(value) > _LARGEST:
+    try:
+        return float(value)
+    except OverflowError:
         fail(name, value, "a number that a float can hold")
-    return float(value)
+
+
+def factor(name: str, value: Any) -> float:
+    """softmax_scale or softcap: kernels multiply by it and divide by it in float32, in which nothing then overflows."""
+    got = number(name, value, low=0.0 if name == "softcap" else -math.inf)
+    if got and not _SMALLEST <= abs(got) <= _LARGEST_FACTOR:
+        fail(name, value, f"0, or a number of a size from {_SMALLEST:.3g} to {_LARGEST_FACTOR:g}")
+    return got
 
 
 def flag(name: str, value: Any) -> bool:
@@ -96,7 +106,8 @@ def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
     """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d."""
     if value is None or isinstance(value, Tensor):
         return value
-    return torch.full((), number(name, value), dtype=torch.float32, device=like.device)
+    most = torch.finfo(torch.float32).max
+    return torch.full((), number(name, value, -most, most), dtype=torch.float32, device=like.device)
 
 
 # ---------------------------------------------------------------- tensors of a call
@@ -189,6 +200,8 @@ def _paged(x: Inputs) -> None:
         fail("kv_layout", repr(x.kv_layout), "'NHD' or 'HND'")
     if x.cu_seqlens_q is None:
         _rank("q", x.q, ("batch", "seqlen_q", "heads_q", "head_dim"))
+        if x.max_seqlen_q < x.q.shape[1]:
+            fail("max_seqlen_q", x.max_seqlen_q, f"from {x.q.shape[1]}, the seqlen_q of q")
     else:
         _rank("q", x.q, ("total_q", "heads_q", "head_dim"))
         _integer("cu_seqlens_q", x.cu_seqlens_q)
@@ -266,10 +279,10 @@ def _numbers(x: Inputs) -> None:
         side = getattr(x, name)
         if side is not None and side < 0:
             fail("window", side, "distances from 0; use None, not a negative number, for a side without bound")
-    number("softcap", x.softcap, low=0.0)
+    factor("softcap", x.softcap)
     number("dropout_p", x.dropout_p, 0.0, 1.0)
     if x.softmax_scale is not None:
-        number("softmax_scale", x.softmax_scale)
+        factor("softmax_scale", x.softmax_scale)
     if x.dropout_p > 0 and x.kind == "paged":
         fail("dropout_p", x.dropout_p, "0 in paged calls")
     if x.dropout_rng is not None:
@@ -311,6 +324,8 @@ def append(
             fail(name, f"device {t.device}", f"the device of k_cache, {k_cache.device}")
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         _rank(name, t, ("num_pages", "page_size", "heads_kv", "head_dim"))
+        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+            fail(name, f"strides {t.stride()}", "no stride 0 where tokens are written: each element in its own place")
     for name, t in (("page_table", page_table), ("seqlens_k", seqlens_k)):
         _integer(name, t)
     _rank("page_table", page_table, ("batch", "max_pages"))
@@ -344,6 +359,15 @@ def append(
             _shape(name, scale, (), (batch, heads))
 
 
+def divisor(name: str, value: Any) -> None:
+    """A scale that new tokens are divided by, where the host sees it: a number, or a tensor on the CPU."""
+    allowed = "more than 0 where tokens are written, which are divided by it"
+    if isinstance(value, (int, float)) and not value > 0:
+        fail(name, value, allowed)
+    if isinstance(value, Tensor) and value.device.type == "cpu" and not bool((value > 0).all()):
+        fail(name, value.tolist(), allowed)
+
+
 # ---------------------------------------------------------------- values on the device
 def values(x: Inputs) -> None:
     """Checks lengths, offsets and page ids where they are: raises on the CPU, sets the status word on a GPU."""
@@ -366,7 +390,8 @@ def values(x: Inputs) -> None:
 def offsets(name: str, cu_seqlens: Tensor, total: int, longest: int | None = None, longest_name: str = "") -> None:
     if cu_seqlens.shape[0] < 1:
         return
+    falls = (cu_seqlens[1:] < cu_seqlens[:-1]).any()  # compared, since a difference may overflow
+    status.report("cu_seqlens", (cu_seqlens[:1] != 0) | (cu_seqlens[-1:] > total) | falls, name)
     length = cu_seqlens[1:] - cu_seqlens[:-1]
-    status.report("cu_seqlens", (cu_seqlens[:1] != 0) | (cu_seqlens[-1:] > total) | (length < 0).any(), name)
     if longest is not None:
         status.report("max_seqlen", length > longest, f"{longest_name} = {longest}")

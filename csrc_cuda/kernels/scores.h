@@ -1,8 +1,8 @@
 // What happens to a score between the product and the softmax, by logical position: scale, softcap, ALiBi, attn_mask,
 // masks.
 //
-// Without softcap, ALiBi or attn_mask the products stay as they are, and the scale enters the softmax as one
-// multiply-add.
+// Without softcap, ALiBi or attn_mask the products stay as they are, and the scale, which must be positive then, enters
+// the softmax as one multiply-add. any_scale is for scales that are not.
 #pragma once
 
 #include "kernels/params.h"
@@ -14,7 +14,8 @@ enum class Mask { none, boolean, added16, added32 };
 
 template <class Arch, class Config>
 struct Scores {
-    static constexpr bool kPlain = !Config::softcap && !Config::alibi && Config::attn_mask == Mask::none;
+    static constexpr bool kPlain =
+        !Config::any_scale && !Config::softcap && !Config::alibi && Config::attn_mask == Mask::none;
     static constexpr int kKeyGroups = Config::tile_n / 16;
     using Accumulator = typename Arch::Accumulator;
 

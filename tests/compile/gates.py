@@ -67,6 +67,7 @@ def spec(name: str, arch: str) -> ImageSpec:
         "head_dim_v": int(dim[1:]),
         **dict(zip(TILE_NAMES, row[1:], strict=True)),
         "keep_q": False,
+        "any_scale": False,
         "softcap": False,
         "alibi": False,
         "attn_mask": "none",

@@ -59,7 +59,9 @@ def agree(args, kwargs, backend, call=xattn.attention):
     assert torch.equal(seen, torch.isfinite(lse)) and torch.equal(lse[~seen], want_lse[~seen])
     torch.testing.assert_close(lse[seen], want_lse[seen], rtol=0, atol=3e-3)
     assert ((out.float() - want).norm() <= 8e-3 * want.norm() + 1e-6).item() and not out.isnan().any()
-    assert torch.equal(out, call(*args, **kwargs, backend=backend))
+    for _ in range(2):  # the second time without planning
+        assert torch.equal(out, call(*args, **kwargs, backend=backend))
+        assert torch.equal(lse, call(*args, **kwargs, return_lse=True, backend=backend)[1])
 
 
 def test_admitted_cases(launcher):
@@ -114,7 +116,14 @@ def test_varlen(launcher, backend, index):
     cu_q, cu_k = (torch.tensor(x, device=CUDA, dtype=index) for x in ([0, 5, 5, 140, 300], [0, 9, 30, 30, 340]))
     q, k, v = randn(305, 6, 128), randn(350, 3, 128), randn(350, 3, 128)
     q[300:] = math.nan
-    for options in ({}, {"causal": True}, {"window": (20, 3), "alibi_slopes": torch.rand(6, device=CUDA)}):
+    mask = torch.rand(1, 6, 256, 400, device=CUDA) > 0.3
+    sinks, used = randn(6, dtype=torch.float32), torch.tensor([3, 21, 0, 300], device=CUDA)
+    for options in (
+        {},
+        {"causal": True},
+        {"window": (20, 3), "alibi_slopes": torch.rand(6, device=CUDA)},
+        {"attn_mask": mask, "sinks": sinks, "seqused_k": used},
+    ):
         agree((q, k, v, cu_q, cu_k, 256, 400), options, backend, xattn.attention_varlen)
 
 
@@ -243,8 +252,8 @@ def test_a_call_that_comes_again_in_another_state_takes_the_long_way(launcher, b
     for n in (65, 33):
         part = q[:, :n]
         assert torch.equal(compiled(part, k, v, backend=backend), call(part, k, v, backend=backend))
-    batched = torch.vmap(lambda x: call(x, k, v, backend=backend))(torch.stack([q, q]))
-    assert torch.equal(batched[1], want)
+    batched = torch.vmap(lambda x: call(x, k, v))(torch.stack([q, q]))
+    torch.testing.assert_close(batched[1], want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["attention", "varlen"])

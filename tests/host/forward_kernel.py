@@ -26,6 +26,7 @@ DEFAULTS = {
     "num_warps": 4,
     "min_blocks": 1,
     "keep_q": False,
+    "any_scale": False,
     "softcap": False,
     "alibi": False,
     "attn_mask": "none",
@@ -63,9 +64,11 @@ class HostKernel:
         longest: tuple[int, int] | None = None,
         status: Tensor | None = None,
         seed: int = 0,
+        softmax_scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         c = self.config
         packed = cu_seqlens is not None
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         heads, d, dv = q.shape[-2], q.shape[-1], v.shape[-1]
         batch = len(cu_seqlens[0]) - 1 if packed else q.shape[0]
         seqlen_q, seqlen_k = (int(x.diff().max()) for x in cu_seqlens) if packed else (q.shape[1], k.shape[1])
@@ -93,7 +96,7 @@ class HostKernel:
             total_k=k.shape[0],
             head_dim=d,
             head_dim_v=dv,
-            scale=d**-0.5 / softcap if softcap else d**-0.5 * LOG2E,
+            scale=scale / softcap if softcap else scale * LOG2E,
             softcap=softcap * LOG2E,
             causal=causal,
             window_left=-1 if left is None else left,

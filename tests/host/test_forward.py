@@ -83,6 +83,13 @@ def test_softcap_alibi_sinks_and_bias_together(kernel, layer):
     compare(run, qkv(b=2, sq=66, sk=130), {**options, "attn_mask": randn(2, 1, 66, 130), "causal": True})
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.3])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_scales_of_any_sign(kernel, layer, scale, softcap):
+    run = kernel(layer, any_scale=not softcap, softcap=softcap > 0)
+    compare(run, qkv(sq=66, sk=130), {"softmax_scale": scale, "softcap": softcap, "causal": True})
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 66, 130), (2, 2, 66, 130), (2, 1, 1, 130), (1, 2, 66, 1)], ids=str)
 def test_boolean_mask(kernel, layer, shape):
     mask = randn(*shape) > 0.3

@@ -231,3 +231,33 @@ def test_answered_by_xattn(monkeypatch):
     scaled_dot_product_attention(Q, K, V, is_causal=True)
     scaled_dot_product_attention(V, V, Q[:, :, :1].expand_as(V), is_causal=True)
     assert [c["causal"] for c in calls] == [True, True] and all(c["window"] is None for c in calls)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
+@pytest.mark.parametrize("scale", [-0.3, 0.0, -2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_causal_under_any_scale(seqlen_q, seqlen_k, scale, dtype):
+    """Where torch's own causal mask becomes NaN, as torch with the mask written out."""
+    inputs = [t.requires_grad_() for t in qkv(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype)]
+    mask = torch.zeros(seqlen_q, seqlen_k, dtype=dtype)
+    mask[~torch.ones_like(mask).tril().bool()] = -torch.inf
+    q, k, v = inputs
+    got = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    wanted = torch.softmax(scale * (q @ k.mT) + mask, -1) @ v
+    seed = randn(*got.shape, seed=9, dtype=dtype)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    for one, other in zip(*(torch.autograd.grad(x, inputs, seed) for x in (got, wanted)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_in_the_place_of_torchs(monkeypatch):
+    """Fallbacks call torch's own function, not what was put there."""
+    q, k, v = (t.requires_grad_() for t in qkv())
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled_dot_product_attention)
+    got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    got.sum().backward()
+    for backend in ("sdpa", "reference"):
+        xattn.attention(*(t.transpose(1, 2) for t in (q, k, v)), backend=backend)

@@ -867,6 +867,118 @@ def test_h34_autocast(target, dtype, kind, odd):
             cases.FUNCTIONS[kind](*args, backend=target.backend, **kwargs)
 
 
+# ---------------------------------------------------------------- masks of other dtypes, and memory
+@each_target
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", ["lowest", -1e9, "fine"])
+@pytest.mark.parametrize("kind", ["attention", "varlen"])
+def test_an_added_mask_keeps_its_precision(target, dtype, mask_dtype, value, kind):
+    """A finite mask hides nothing by itself, however low it is, and its last bits count, whatever the dtype of q."""
+    t, other = as_kind(kind, qkv(1, 5, 7, 4, 16, dtype, 2))
+    if value == "fine":  # bits that narrower dtypes lose
+        mask = 300 + random((5, 7), torch.float64, 4)
+    else:
+        lowest = torch.finfo(mask_dtype).min if value == "lowest" else max(value, torch.finfo(mask_dtype).min)
+        mask = torch.full((5, 7), lowest, dtype=torch.float64)
+    mask = mask.to(mask_dtype)
+    wide = torch.promote_types(dtype, mask_dtype)
+    args, kwargs = cases.Call(kind, t, other).arguments(t)
+    out = cases.FUNCTIONS[kind](*args, attn_mask=mask, backend=target.backend, **kwargs)
+    plain = {n: x.to(wide) if x.is_floating_point() else x for n, x in t.items()}
+    args, kwargs = cases.Call(kind, plain, other).arguments(plain)
+    if value == "fine":
+        results = []
+        for d in (torch.float64, wide):
+            exact = {n: x.to(d) if x.is_floating_point() else x for n, x in t.items()}
+            args, kwargs = cases.Call(kind, exact, other).arguments(exact)
+            results.append(cases.ORACLES[kind](*args, attn_mask=mask.to(d), **kwargs)[0])
+        oracle.assert_close("out", out, *results)
+    else:  # the same of all keys: as good as no score
+        mean = t["v"].double().mean(0 if kind == "varlen" else 1, keepdim=True).repeat_interleave(2, -2)
+        assert out.ne(0).all()
+        if value == "lowest" and mask_dtype in (torch.float64, torch.float32, torch.bfloat16):
+            torch.testing.assert_close(out.double(), mean.expand(out.shape), rtol=2e-2, atol=2e-2)
+
+
+@each_target
+@each_dtype
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (3, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("form", ["bool", "added"])
+@pytest.mark.parametrize("kind", ["attention", "varlen"])
+def test_masks_under_permuted_strides(target, dtype, order, form, kind):
+    t, other = as_kind(kind, qkv(2, 5, 7, 4, 16, dtype, 2))
+    mask = random((2, 4, 5, 7), dtype, 4)
+    mask = mask > -0.5 if form == "bool" else mask
+    back = sorted(range(4), key=order.__getitem__)
+    mask = mask.permute(order).contiguous().permute(back)
+    measured(target, kind, {**t, "attn_mask": mask}, ("q", "k", "v"), **other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [(64, 64), (64, 32), (32, 64), (7, 9)], ids=str)
+@pytest.mark.parametrize(
+    "form", ["plain", "causal", "window", "bool mask", "added mask", "mask with a gradient", "used", "strided", "scale"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grads", [False, True])
+def test_sdpa_never_takes_torchs_formula(dtype, d, form, kind, grads, monkeypatch):
+    """Step by step it holds all scores at once: of torch's kernels for the CPU, only the one with linear memory."""
+    from xattn.backends import sdpa
+
+    seen = []
+    real = sdpa._sdpa
+
+    def watched(q, k, v, mask=None, **how):
+        seen.append(torch._fused_sdp_choice(q, k, v, mask, 0.0, **how))
+        return real(q, k, v, mask, **how)
+
+    monkeypatch.setattr(sdpa, "_sdpa", watched)
+    tensors = qkv(2, 5, 7, 4, d[0], dtype, 2, d[1])
+    if form == "strided":
+        tensors = {n: torch.stack([x, x], -1)[..., 0] for n, x in tensors.items()}
+    t, other = as_kind(kind, tensors, [4, 7] if form == "used" else None)
+    options = {
+        "causal": {"causal": True},
+        "window": {"window": (2, 0)},
+        "bool mask": {"attn_mask": torch.arange(7) != 2},
+        "added mask": {"attn_mask": torch.zeros(7)},
+        "mask with a gradient": {"attn_mask": torch.zeros(7, dtype=dtype, requires_grad=True)},
+        "scale": {"softmax_scale": -0.3, "causal": True},
+    }.get(form, {})
+    if kind == "paged" and (grads or "attn_mask" in options):
+        return
+    if grads and form == "mask with a gradient":
+        options["attn_mask"].requires_grad_(False)
+    args, kwargs = cases.Call(kind, t, other).arguments(
+        {n: x.requires_grad_(grads and x.is_floating_point()) for n, x in t.items()}
+    )
+    with torch.set_grad_enabled(grads):
+        out = cases.FUNCTIONS[kind](*args, backend="sdpa", **kwargs, **options)
+    if grads:
+        out.sum().backward()
+    flash = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+    assert seen and set(seen) == {flash}
+
+
+@pytest.mark.parametrize("d", [(64, 64), (64, 32), (32, 48)], ids=str)
+@pytest.mark.parametrize(
+    "options", ["{}", "{'causal': True}", "{'window': (9, 0)}", "{'attn_mask': torch.zeros(8192)}"]
+)
+def test_memory_is_linear_in_the_lengths(d, options):
+    """8192 queries and keys of one head: all scores would take 256 MiB, once as they are, and more for each step."""
+    code = f"""
+import resource, torch, xattn
+q, k, v = (torch.randn(1, 8192, 1, n) for n in ({d[0]}, {d[0]}, {d[1]}))
+xattn.attention(q[:, :64], k[:, :64], v[:, :64], backend="sdpa")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+xattn.attention(q, k, v, backend="sdpa", **{options})
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200
+
+
 # ---------------------------------------------------------------- compiled code
 @each_target
 @each_kind

@@ -3,8 +3,10 @@ what cannot be traced says so."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
 
 import pytest
 import torch
@@ -405,7 +407,14 @@ def test_values_read_by_python_are_refused(options):
         ({"mask_mod": lambda b, h, i, j: (i - j) * 1.0}, "it returned torch.float32; allowed: a boolean"),
         ({"mask_mod": lambda b, h, i, j: i & j}, "it returned torch.int64; allowed: a boolean"),
         ({"score_mod": lambda s, *_: 1 / 0}, "division by zero"),
-        ({"epilogue": epilogues.residual(torch.ones(2, 5))}, "too many indices"),
+        ({"score_mod": lambda s, *_: s * 1j}, "it returned torch.complex64; allowed: a real number"),
+        ({"score_mod": lambda s, b, h, i, j: i >= j}, "it returned torch.bool; allowed: a real number"),
+        ({"score_mod": lambda *_: True}, "it returned torch.bool; allowed: a real number"),
+        ({"epilogue": Epilogue(lambda o, *_: torch.sqrt(o + 0j))}, "it returned torch.complex64; allowed: a real"),
+        ({"score_mod": lambda s, *_: s + torch.rand(())}, "it draws random numbers .*; allowed: functions of their"),
+        ({"score_mod": lambda s, *_: torch.nn.functional.dropout(s)}, "it draws random numbers"),
+        ({"mask_mod": lambda b, h, i, j: torch.rand_like(i * 1.0) > 0.5}, "it draws random numbers"),
+        ({"epilogue": Epilogue(lambda o, *_: o + torch.randn(()))}, "it draws random numbers"),
     ],
 )
 def test_functions_that_do_not_fit(options, words):
@@ -413,6 +422,54 @@ def test_functions_that_do_not_fit(options, words):
     with pytest.raises(ValueError, match=words) as caught:
         xattn.attention(*qkv(), **options)
     assert str(caught.value).startswith(f"{role}: ") and "It is called as" in str(caught.value)
+
+
+SMALL = torch.ones(3)
+TOO_SMALL = {
+    "keys": {"score_mod": lambda s, b, h, i, j: s + SMALL[j]},
+    "queries": {"score_mod": lambda s, b, h, i, j: s + SMALL[i]},
+    "heads": {"mask_mod": lambda b, h, i, j: SMALL[h] > 0},
+    "channels": {"epilogue": Epilogue(lambda o, b, h, i, d, x: o + x[d], (SMALL,))},
+}
+
+
+@pytest.mark.parametrize("name", TOO_SMALL)
+@pytest.mark.parametrize("kind", ["attention", "varlen", "paged", "packed"])
+def test_a_captured_tensor_that_is_too_small(kind, name):
+    """It is named, with the function, before anything is written."""
+    given, function = in_kind(kind), next(iter(TOO_SMALL[name]))
+    for extra in ({}, {"out": torch.full(given["q"].shape, 7.0)}):
+        before = {n: t.clone() for n, t in (given | extra).items() if isinstance(t, Tensor)}
+        with pytest.raises(ValueError, match=f"^{function}: <lambda> .* indexes a captured tensor .*shapes .3,"):
+            asked(kind, given | extra, **TOO_SMALL[name])
+        assert all(torch.equal((given | extra)[n], t) for n, t in before.items())
+
+
+def in_kind(kind: str) -> dict[str, object]:
+    """Good arguments of one attention: BATCH sequences of SEQLEN_Q queries and SEQLEN_K keys; in paged calls two of the
+    keys are new."""
+    q, k, v = qkv()
+    if kind == "attention":
+        return {"q": q, "k": k, "v": v}
+    offsets = {f"cu_seqlens_{s}": torch.arange(BATCH + 1) * n for s, n in (("q", SEQLEN_Q), ("k", SEQLEN_K))}
+    longest = {"max_seqlen_q": SEQLEN_Q, "max_seqlen_k": SEQLEN_K}
+    if kind == "varlen":
+        return {n: t.flatten(0, 1) for n, t in zip("qkv", (q, k, v), strict=True)} | offsets | longest
+    new, page_size = 2, 4
+    caches = [torch.full((2 * BATCH, page_size, HEADS, DIM), 9.0) for _ in "kv"]
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache.unflatten(0, (BATCH, 2)).flatten(1, 2)[:, : SEQLEN_K - new] = x[:, :-new]
+    given = {"q": q, "k_cache": caches[0], "v_cache": caches[1], "page_table": torch.arange(2 * BATCH).view(BATCH, 2)}
+    given |= {"seqlens_k": torch.full((BATCH,), SEQLEN_K - new), "k_new": k[:, -new:], "v_new": v[:, -new:]}
+    if kind == "packed":
+        given |= {n: given[n].flatten(0, 1) for n in ("q", "k_new", "v_new")}
+        given |= {"cu_seqlens_q": offsets["cu_seqlens_q"], "cu_seqlens_new": torch.arange(BATCH + 1) * new}
+    return given
+
+
+def asked(kind: str, given: dict, **options):
+    fn = {"attention": xattn.attention, "varlen": xattn.attention_varlen}.get(kind, xattn.attention_paged)
+    return fn(**given, **options)
 
 
 @pytest.mark.parametrize("role", ["score_mod", "mask_mod"])
@@ -473,6 +530,130 @@ def test_residual_and_gate(dtype):
         got = xattn.attention(q, k, v, epilogue=epilogue)
         assert got.dtype == dtype
         torch.testing.assert_close(got, wanted.to(dtype))
+
+
+EACH_KIND = pytest.mark.parametrize("kind", ["attention", "varlen", "paged", "packed"])
+
+
+@EACH_KIND
+@pytest.mark.parametrize("make", ["residual", "gate", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strided", [False, True])
+def test_tensors_have_the_shape_of_the_output(kind, make, dtype, strided):
+    given = {n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in in_kind(kind).items()}
+    x, y = (randn(*given["q"].shape, seed=s, dtype=dtype) for s in (5, 6))
+    if strided:
+        x = torch.stack([x, x], -1)[..., 0]
+    silu = torch.nn.functional.silu
+    epilogue = {
+        "residual": lambda: epilogues.residual(x),
+        "gate": lambda: epilogues.gate(y),
+        "both": lambda: (
+            Epilogue(lambda o, b, h, i, d, s: o * s, (torch.tensor(2.0),))
+            .then(epilogues.residual(x))
+            .then(Epilogue(lambda o, *_: o + 1))
+            .then(epilogues.gate(y))
+        ),
+    }[make]()
+    plain = asked(kind, given).float()
+    wanted = {
+        "residual": lambda: plain + x.float(),
+        "gate": lambda: plain * silu(y.float()),
+        "both": lambda: (2 * plain + x.float() + 1) * silu(y.float()),
+    }[make]()
+    names = {"attention": "attention", "varlen": "varlen"}
+    assert xattn.supported(**given, kind=names.get(kind, "paged"), epilogue=epilogue)
+    got = asked(
+        kind,
+        in_kind(kind) | {n: t for n, t in given.items() if "cache" not in n} | caches_of(kind, dtype),
+        epilogue=epilogue,
+    )
+    torch.testing.assert_close(
+        got.float(), wanted, rtol=2e-2 if dtype.itemsize == 2 else 1e-4, atol=2e-2 if dtype.itemsize == 2 else 1e-5
+    )
+
+
+def caches_of(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {n: t.to(dtype) for n, t in in_kind(kind).items() if n.endswith("_cache")}
+
+
+@EACH_KIND
+@pytest.mark.parametrize("make", ["residual", "gate"])
+@pytest.mark.parametrize("change", ["one row less", "broadcast", "4-d and 3-d", "width", "heads"])
+def test_tensors_of_another_shape_are_refused(kind, make, change):
+    given = in_kind(kind)
+    x = torch.ones(given["q"].shape)
+    x = {
+        "one row less": lambda: x[..., :-1, :, :],
+        "broadcast": lambda: x[..., :1, :, :],
+        "4-d and 3-d": lambda: x[None] if x.dim() == 3 else x.flatten(0, 1),
+        "width": lambda: x[..., :-1],
+        "heads": lambda: x[..., :-1, :],
+    }[change]()
+    epilogue = getattr(epilogues, make)(x)
+    out = torch.full(given["q"].shape, 7.0)
+    before = {n: t.clone() for n, t in given.items() if isinstance(t, Tensor)}
+    for options in ({}, {"out": out}):
+        with pytest.raises(
+            ValueError, match="^epilogue: got a tensor of shape .*; allowed: .*, the shape of the output"
+        ):
+            asked(kind, given, epilogue=epilogue, **options)
+    with pytest.raises(ValueError, match="^epilogue: got a tensor of shape"):
+        xattn.explain(**given, kind=kind if kind in ("attention", "varlen") else "paged", epilogue=epilogue)
+    assert (out == 7).all() and all(torch.equal(given[n], t) for n, t in before.items())
+    with pytest.raises(ValueError, match="^q: got shape"):
+        asked(kind, given | {"q": given["q"][0]}, epilogue=epilogue)
+
+
+def test_tensors_of_the_output_and_rows_of_no_sequence():
+    """Sequences of different lengths, a row of padding, more queries than keys, and an empty sequence."""
+    q, k = randn(8, HEADS, DIM, seed=1), randn(9, HEADS, DIM, seed=2)
+    offsets = torch.tensor([0, 3, 3, 7]), torch.tensor([0, 2, 6, 9])
+    x = randn(8, HEADS, DIM, seed=3).requires_grad_()
+    plain = xattn.attention_varlen(q, k, k, *offsets, 4, 4)
+    got = xattn.attention_varlen(q, k, k, *offsets, 4, 4, epilogue=epilogues.residual(x))
+    close(got[:7], (plain + x)[:7])
+    assert not got[7].any()
+    assert torch.equal(torch.autograd.grad(got.sum(), x)[0][:, 0, 0], torch.tensor([1.0] * 7 + [0.0]))
+
+
+def test_epilogues_can_be_pickled_and_printed():
+    x = randn(BATCH, SEQLEN_Q, HEADS, DIM, seed=5)
+    q, k, v = qkv()
+    for epilogue, words in (
+        (epilogues.residual(x), ["residual", "(2, 5, 4, 16)"]),
+        (epilogues.gate(x), ["gate"]),
+        (epilogues.quantize(torch.tensor(0.1), torch.int8), ["quantize", "torch.int8"]),
+        (epilogues.residual(x).then(epilogues.gate(x)).then(epilogues.quantize(torch.tensor(0.1))), ["then", "gate"]),
+        (Epilogue(doubled, out_dtype=torch.float16), ["doubled", "torch.float16"]),
+    ):
+        assert all(word in repr(epilogue) for word in words)
+        for again in (pickle.loads(pickle.dumps(epilogue)), copy.deepcopy(epilogue)):
+            a, b = (xattn.attention(q, k, v, epilogue=e).float() for e in (epilogue, again))
+            assert torch.equal(a, b) and repr(again) == repr(epilogue)
+
+
+def doubled(o, b, h, q_idx, d):
+    return o * 2
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: epilogues.residual(None), TypeError, "x: got NoneType; allowed: a tensor of the shape of the output"),
+        (lambda: epilogues.gate(1.0), TypeError, "x: got float; allowed: a tensor"),
+        (lambda: epilogues.quantize(0.5), TypeError, "scale: got float; allowed: a tensor of one float32 number"),
+        (lambda: epilogues.quantize(torch.ones(2)), ValueError, r"scale: got torch.float32 \(2,\); allowed"),
+        (lambda: epilogues.quantize(torch.tensor(1)), ValueError, r"scale: got torch.int64 \(\); allowed"),
+        (lambda: epilogues.quantize(torch.tensor(1.0), "int8"), TypeError, "dtype: got 'int8'; allowed: .*torch.int8"),
+        (lambda: epilogues.quantize(torch.tensor(1.0), torch.bool), TypeError, "dtype: got torch.bool; allowed: "),
+        (lambda: epilogues.quantize(torch.tensor(1.0), torch.float16), TypeError, "dtype: got torch.float16; allowed"),
+        (lambda: epilogues.quantize(torch.tensor(1.0), None), TypeError, "dtype: got None; allowed"),
+    ],
+)
+def test_ready_made_epilogues_refuse(make, error, words):
+    with pytest.raises(error, match=f"^{words}"):
+        make()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
@@ -707,11 +888,19 @@ def test_compile_epilogues(compiled):
         for epilogue in (
             epilogues.residual(x).then(epilogues.gate(x)),
             Epilogue(lambda o, b, h, i, d, bias: o + bias[h], (bias,)),
+            Epilogue(lambda o, b, h, i, d, bias, index: o + bias[index[h]], (bias, torch.tensor([1, 0, 3, seed]))),
             epilogues.quantize(torch.tensor(0.1 * seed), torch.int8),
         ):
             got, want = (f(q, k, v, epilogue=epilogue) for f in (compiled, xattn.attention))
             assert got.dtype == want.dtype
             close(got.float(), want.float())
+
+
+@EACH_KIND
+def test_compile_epilogues_of_every_kind(compiled, kind):
+    fast = torch.compile(asked, fullgraph=True, dynamic=True, backend="aot_eager")
+    epilogue = epilogues.residual(randn(*in_kind(kind)["q"].shape, seed=3))
+    close(fast(kind, in_kind(kind), epilogue=epilogue), asked(kind, in_kind(kind), epilogue=epilogue))
 
 
 class Holder:

@@ -28,6 +28,7 @@ CONFIG = (
     ("num_warps", 4),
     ("min_blocks", 1),
     ("keep_q", False),
+    ("any_scale", False),
     ("softcap", False),
     ("alibi", False),
     ("attn_mask", "none"),
@@ -92,9 +93,9 @@ def test_nothing_is_launched_on_an_unaligned_input(found):
     "name, kind, words",
     [
         ("refused", "ImageRefused", ["loading failed", "NO_BINARY_FOR_GPU", "update the driver"]),
-        ("no_kernel", "ImageRefused", ["finding kernel nothing"]),
-        ("shared", "ImageRefused", ["asking for 1048576 bytes of shared memory"]),
-        ("no_device", "ImageRefused", ["cuDeviceGet"]),
+        ("no_kernel", "LaunchError", ["finding kernel nothing"]),
+        ("shared", "LaunchError", ["asking for 1048576 bytes of shared memory"]),
+        ("no_device", "LaunchError", ["cuDeviceGet"]),
         ("launch", "LaunchError", ["launch of 16 blocks of 128 threads, 24576 bytes", "CUDA_LAUNCH_BLOCKING"]),
     ],
 )

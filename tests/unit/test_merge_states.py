@@ -132,3 +132,23 @@ def test_partials_of_a_case():
     plain, plain_lse, *_ = cases.expected(call, torch.float32)
     oracle.assert_close("out", out, truth, plain)
     oracle.assert_close("lse", lse, truth_lse, plain_lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("levels", [(math.inf, 0.0), (-math.inf, math.inf, 3.0), (math.inf, 1.0, math.inf)], ids=str)
+def test_a_part_without_bound_is_the_result(dtype, packed, levels):
+    shape, lse_shape = ((5, 2, 8), (2, 5)) if packed else ((1, 5, 2, 8), (1, 2, 5))
+    outs = [torch.randn(shape).to(dtype).requires_grad_() for _ in levels]
+    lses = [torch.zeros(lse_shape) for _ in levels]
+    for lse, level in zip(lses, levels, strict=True):
+        lse[..., 0, :] = level  # the other head is merged as ever
+        lse.requires_grad_()
+    out, lse = xattn.merge_states(outs, lses)
+    wins = [o for o, level in zip(outs, levels, strict=True) if level == math.inf]
+    torch.testing.assert_close(out[..., 0, :], (sum(wins) / len(wins))[..., 0, :])
+    torch.testing.assert_close(out[..., 1, :], (sum(outs) / len(outs))[..., 1, :], rtol=1e-2, atol=1e-2)
+    assert (lse[..., 0, :] == math.inf).all() and lse[..., 1, :].isfinite().all()
+    grads = torch.autograd.grad((out, lse), (*outs, *lses), (torch.ones_like(out), torch.ones_like(lse)))
+    assert not any(g.isnan().any() for g in grads)
+    assert all((g[..., 0, :] == 0).all() for g in grads[len(outs) :])

@@ -136,11 +136,12 @@ def test_opcheck_varlen(options):
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", None])
 def test_opcheck_gradients_without_lse(backend):
-    """All but the comparison with AOT: it takes what stands for an lse that was not asked for, NaN, for a difference.
-    That the results are those of eager is tested under torch.compile."""
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(OPS.attention, qkv(), {"backend": backend}, test_utils=utils)
-    torch.library.opcheck(OPS.attention_varlen, packed([3, 1], [3, 5]), {"backend": backend}, test_utils=utils)
+    """What stands for an lse that was not asked for is the same each time, and no NaN."""
+    torch.library.opcheck(OPS.attention, qkv(), {"backend": backend})
+    torch.library.opcheck(OPS.attention_varlen, packed([3, 1], [3, 5]), {"backend": backend})
+    for op, args in ((OPS.attention, qkv()), (OPS.attention_varlen, packed([3, 1], [3, 5]))):
+        assert not op(*args, backend=backend)[1].isnan().any()
+        assert op(*(t.detach() if isinstance(t, Tensor) else t for t in args), backend=backend)[1].shape == (0,)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -273,6 +274,16 @@ def test_compile_merge_states(compiled):
         all_equal(got, wanted)
         all_equal(*(gradients(r[0] + r[1].mT[..., None], x) for r in (got, wanted)))
     assert graphs() == 1
+
+
+def test_compile_distances_without_end(compiled):
+    """A symbolic distance may be as far as an int reaches."""
+    x = qkv(grad=False)
+    fast = compiled(lambda *t, far: xattn.attention(*t, window=(far, far)))
+    for far in (2, 3, 4, sys.maxsize - 1, sys.maxsize):
+        torch.testing.assert_close(fast(*x, far=far), xattn.attention(*x, window=(far, far)))
+    torch.testing.assert_close(fast(*x, far=sys.maxsize), xattn.attention(*x))
+    assert graphs() <= 2
 
 
 @pytest.mark.slow
@@ -496,6 +507,55 @@ def test_autocast_varlen_and_paged():
     assert all(g.dtype == torch.float32 for g in gradients(out, x[:3]))
 
 
+KINDS = ("attention", "varlen", "paged")
+
+
+def of_kind(kind: str, **options) -> tuple:
+    """(function, arguments) of a small call."""
+    if kind == "paged":
+        return xattn.attention_paged, tuple(pages([5, 9]).values())
+    return (xattn.attention, qkv(**options)) if kind == "attention" else (xattn.attention_varlen, packed([3], [3]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_is_seen_by_explain_and_by_out(kind, given):
+    fn, args = of_kind(kind)
+    args = (args[0].detach().to(given), *args[1:])  # q of another dtype than k and v
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        plan = xattn.explain(*args, kind=kind)
+        out = fn(*args)
+        dtype = torch.float32 if kind == "paged" else torch.bfloat16  # a cache is not cast
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+        assert out.dtype == dtype and plan.problem.dtype == plan.problem.dtype_kv == names[dtype]
+        assert xattn.supported(*args, kind=kind)
+        assert torch.equal(fn(*args, out=torch.empty_like(out)), out)
+        with pytest.raises(ValueError, match=f"^out: .*; allowed: .*{dtype}"):
+            fn(*args, out=torch.empty_like(out, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_gives_new_tokens_the_dtype_of_the_cache(cache, dtype):
+    """Computed as without autocast in that dtype; beside an fp8 cache in autocast's."""
+    p = pages([5, 9], seqlen_new=2)
+    p |= {n: p[n].to(cache) for n in ("k_cache", "v_cache")}
+    at = torch.bfloat16 if cache.itemsize == 1 else cache
+    fresh = {n: p[n].clone() for n in ("k_cache", "v_cache")}
+    wanted = xattn.attention_paged(**p | fresh | {n: p[n].to(at) for n in ("q", "k_new", "v_new")})
+    with torch.autocast("cpu", torch.bfloat16):
+        given = p | {n: p[n].to(dtype) for n in ("q", "k_new", "v_new")}
+        assert xattn.supported(**given, kind="paged")
+        out = xattn.attention_paged(**given)
+        op = torch.ops.xattn.attention_paged(
+            *(given[n] for n in ("q", "k_cache", "v_cache", "page_table", "seqlens_k"))
+        )
+    assert out.dtype == op[0].dtype == at
+    if dtype == torch.float32:
+        assert torch.equal(out, wanted)
+        assert all(torch.equal(p[n].float(), t.float()) for n, t in fresh.items())
+
+
 @pytest.mark.parametrize("cast", [False, True])
 def test_autocast_leaves_float64(cast):
     x = qkv(dtype=torch.float64)
@@ -515,6 +575,72 @@ def test_autocast_under_compile(compiled):
 
 
 # ---------------------------------------------------------------- torch.func
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["reference", "sdpa", None])
+def test_forward_mode_is_refused(kind, backend):
+    fn, (q, *rest) = of_kind(kind, grad=False)
+    q, rest = q.detach(), [t.detach() if isinstance(t, Tensor) else t for t in rest]
+
+    def total(x):
+        return fn(x, *rest, backend=backend).sum()
+
+    def dual(x):
+        with torch.autograd.forward_ad.dual_level():
+            return total(torch.autograd.forward_ad.make_dual(x, x))
+
+    ways = [torch.func.jacfwd(total), lambda x: torch.func.jvp(total, (x,), (x,)), dual]
+    for way in ways if kind == "paged" else [*ways, torch.func.hessian(total)]:
+        with pytest.raises(UnsupportedError, match="forward-mode .*; allowed: reverse mode"):
+            way(q)
+    if backend == "reference" and kind == "attention":  # what the message names
+        second = torch.func.jacrev(torch.func.jacrev(lambda x: total(q * x.sin().sum())))(torch.ones(2))
+        assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_vmap_over_nothing(kind, return_lse, dim):
+    fn, (q, *rest) = of_kind(kind)
+    none = torch.stack([q.detach()] * 2, dim).narrow(dim, 0, 0)
+    got = torch.vmap(lambda x: fn(x, *rest, return_lse=return_lse), in_dims=dim)(none)
+    wanted = fn(q.detach(), *rest, return_lse=return_lse)
+    pairs = zip(got, wanted, strict=True) if return_lse else [(got, wanted)]
+    assert all(g.shape == (0, *w.shape) and g.dtype == w.dtype for g, w in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms_write_nothing(kind):
+    fn, (q, *rest) = of_kind(kind)
+    out = torch.zeros(q.shape)
+    for way in (torch.vmap, torch.func.grad):
+        with pytest.raises(UnsupportedError, match="^out: got a tensor under a torch.func transform"):
+            way(lambda x: fn(x, *rest, out=out).sum())(torch.stack([q.detach()]) if way is torch.vmap else q.detach())
+    assert not out.any()
+
+
+def test_transforms_of_paged_calls():
+    p = pages([5, 9], seqlen_new=1)
+    caches = [p[n].clone() for n in ("k_cache", "v_cache")]
+    q = p.pop("q")
+    with pytest.raises(UnsupportedError, match="^k_new: got a tensor under a torch.func transform"):
+        torch.vmap(lambda x: xattn.attention_paged(x, **p))(torch.stack([q]))
+    assert torch.equal(p["k_cache"], caches[0]) and torch.equal(p["v_cache"], caches[1])
+    p = {n: t for n, t in p.items() if not n.endswith("_new")}
+
+    def total(x):
+        return xattn.attention_paged(x, **p).sum()
+
+    for way, x in (
+        (torch.func.grad(total), q),
+        (torch.vmap(torch.func.grad(total)), q[None]),
+        (torch.func.grad(lambda x: torch.vmap(total)(x).sum()), q[None]),
+        (torch.func.jacrev(total), q),
+    ):
+        with pytest.raises(RuntimeError, match="attention_paged has no gradient"):
+            way(x)
+
+
 reference = functools.partial(xattn.attention, causal=True, backend="reference")
 BACKENDS = ["reference", "sdpa", None]
 
@@ -733,6 +859,53 @@ def test_saved_tensor_hooks():
         out = xattn.attention(*x)
     assert {t.data_ptr() for t in x} <= {t.data_ptr() for t in kept}  # as they are, no copies
     all_equal(gradients(out, x), gradients(xattn.attention(*x), x))
+
+
+def calls_with_gradients() -> dict[str, tuple]:
+    return {"attention": (xattn.attention, qkv()), "varlen": (xattn.attention_varlen, packed([3, 1], [3, 5]))}
+
+
+@pytest.mark.parametrize("kind", calls_with_gradients())
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"score_mod": lambda s, b, h, i, j: s * 2}], ids=len)
+def test_backward_within_saved_tensor_hooks(kind, backend, options):
+    fn, x = calls_with_gradients()[kind]
+    if "score_mod" in options and backend == "sdpa":
+        return
+    wanted = gradients(fn(*x, backend=backend, **options), x[:3])
+    used = []
+    with torch.autograd.graph.save_on_cpu():
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: used.append(t) or t, lambda t: t):
+            all_equal(gradients(fn(*x, backend=backend, **options), x[:3]), wanted)
+            before = len(used)
+            (x[0] * x[0]).sum()
+            assert len(used) > before  # they are there again
+        all_equal(gradients(fn(*x, backend=backend, **options), x[:3]), wanted)
+    if backend == "reference":
+        with torch.autograd.graph.save_on_cpu():
+            first = torch.autograd.grad(fn(*x, backend=backend).sin().sum(), x[:3], create_graph=True)
+            torch.autograd.grad(sum(g.sum() for g in first), x[:3])
+
+
+@pytest.mark.parametrize("kind", calls_with_gradients())
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_results_can_be_changed_in_place(kind, backend, return_lse):
+    fn, x = calls_with_gradients()[kind]
+    if return_lse and backend == "sdpa":
+        return
+    results = fn(*x, backend=backend, return_lse=return_lse)
+    results = results if return_lse else (results,)
+    for r in results:
+        want = r.detach() * 2
+        assert not r._is_view() and torch.equal(r.mul_(2), want)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as torch's own: out is saved
+        results[0].sum().backward()
+    grads = torch.autograd.grad(fn(*x, backend=backend).sum(), x[:3], create_graph=backend == "reference")
+    for g in grads:
+        g.add_(1.0)
+    mask = randn(5, 7, grad=True)
+    torch.autograd.grad(xattn.attention(*qkv(), attn_mask=mask).sum(), mask, create_graph=True)[0].add_(1.0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])

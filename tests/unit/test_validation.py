@@ -142,6 +142,10 @@ def sliced(words: str, *index: Any) -> Change:
     return Change(words, lambda t: t[index])
 
 
+def _overlapping(t: torch.Tensor, dim: int) -> torch.Tensor:
+    return t.narrow(dim, 0, 1).expand(t.shape)
+
+
 def cases() -> list[Case]:
     found: list[Case] = []
     kinds: tuple[str, ...] = ()
@@ -169,9 +173,9 @@ def cases() -> list[Case]:
     bad("window", TypeError, 3, True, "ab", (1,), (1, 2, 3), (1.0, 0), (NAN, 0), (0, True), ("1", None), {1: 2, 3: 4})
     bad("window", ValueError, (-1, 0), (0, -1), (-1, -1), [None, -5], (2**70, 0))
     bad("softmax_scale", TypeError, True, "1", 1j, [1.0], torch.ones(()))
-    bad("softmax_scale", ValueError, NAN, INF, -INF, 10**400)
+    bad("softmax_scale", ValueError, NAN, INF, -INF, 10**400, 1e39, -1e300, 1e-46, 1e38)
     bad("softcap", TypeError, None, True, "1", torch.ones(()))
-    bad("softcap", ValueError, -1, -1e-9, NAN, INF, 10**400)
+    bad("softcap", ValueError, -1, -1e-9, NAN, INF, 10**400, 1e39, 1e300, 1e-46, 1e38)
     bad("dropout_p", TypeError, None, True, "0.5", torch.ones(()))
     bad("dropout_p", ValueError, -0.1, 1.5, 2, NAN, INF, -INF)
     bad("score_mod", TypeError, 3, "s + 1", torch.ones(()))
@@ -191,6 +195,7 @@ def cases() -> list[Case]:
             INF,
             -INF,
             10**400,
+            1e39,
             *(torch.ones(s) for s in ((1,), (2,), (4,), (2, 4), (1, 2), (2, 2, 1))),
         )
         bad(name, ValueError, torch.ones((), device="meta"))
@@ -294,6 +299,10 @@ def cases() -> list[Case]:
         bad(name, TypeError, True, 2.0, "2", NAN, torch.tensor(2))
         bad(name, ValueError, -1, 2**70)
     bad("num_splits", ValueError, 0)
+    for name in ("k_scale", "v_scale"):  # new tokens are divided by them
+        bad(name, ValueError, 0, 0.0, -1.5)
+    for name in ("k_cache", "v_cache"):
+        bad(name, ValueError, *(Change(f"stride_0_of_{n}", lambda t, n=n: _overlapping(t, n)) for n in range(4)))
     bad("dropout_p", ValueError, 0.5, 1)
     for name in ("k_new", "v_new"):
         bad(name, TypeError, 3, [1.0], "new", to(torch.int32), to(torch.float16), to(torch.float8_e4m3fn))
@@ -335,6 +344,7 @@ def cases() -> list[Case]:
     bad("v_new", ValueError, sliced("batch_1", slice(1)), blamed="v_new")
     bad("cu_seqlens_new", ValueError, torch.tensor([0, 2, 4]), blamed="k_new")
     bad("cu_seqlens_q", ValueError, torch.tensor([0, 2, 4]), blamed="q")
+    bad("max_seqlen_q", ValueError, 0, 1)
     kinds = ("packed",)
     bad("cu_seqlens_q", TypeError, 3, [0, 3, 4], to(torch.float32), to(torch.int16))
     bad("cu_seqlens_q", ValueError, META, more, sliced("0-d", 0), sliced("empty", slice(0)))
@@ -447,6 +457,13 @@ def values() -> list[Any]:
         bad("packed", f"cu_seqlens_q_decreasing_{dtype}", "cu_seqlens_q", cu_seqlens_q=offsets)
         bad("packed", f"cu_seqlens_q_beyond_{dtype}", "cu_seqlens_q", cu_seqlens_q=torch.tensor([0, 3, 5], dtype=dtype))
         bad("packed", f"cu_seqlens_q_from_1_{dtype}", "cu_seqlens_q", cu_seqlens_q=torch.tensor([1, 3, 4], dtype=dtype))
+    for dtype, far in ((torch.int32, 2**31), (torch.int64, 2**63)):  # differences of neighbours wrap around
+        offsets = torch.tensor([0, far - 1, -far + 7], dtype=dtype)
+        most = {"max_seqlen_q": 2**31 - 1, "max_seqlen_k": 2**31 - 1}
+        bad("varlen", f"cu_seqlens_q_wraps_{dtype}", "cu_seqlens_q", cu_seqlens_q=offsets, **most)
+        bad("varlen", f"cu_seqlens_k_wraps_{dtype}", "cu_seqlens_k", cu_seqlens_k=offsets, **most)
+        bad("packed", f"cu_seqlens_q_wraps_{dtype}", "cu_seqlens_q", cu_seqlens_q=offsets)
+        bad("packed", f"cu_seqlens_new_wraps_{dtype}", "cu_seqlens_new", True, cu_seqlens_new=offsets)
     bad("varlen", "max_seqlen_q", "max_seqlen_q", max_seqlen_q=4)
     bad("varlen", "max_seqlen_q_0", "max_seqlen_q", max_seqlen_q=0)
     bad("varlen", "max_seqlen_k", "max_seqlen_k", max_seqlen_k=5)
@@ -507,6 +524,74 @@ def test_a_page_id_behind_the_length_is_not_looked_at(kind):
     want = call(kind, given | {"seqlens_k": torch.tensor([4, 3])})
     given["page_table"] = torch.tensor([[2, 2**31 - 1], [3, -7]])
     assert torch.equal(call(kind, given | {"seqlens_k": torch.tensor([4, 3])}), want)
+
+
+@pytest.mark.parametrize("far", [(torch.int32, 2**31), (torch.int64, 2**63)], ids=str)
+def test_the_append_op_checks_offsets_before_it_writes(far):
+    dtype, n = far
+    given = made("packed")
+    names = ("k_cache", "v_cache", "page_table", "seqlens_k", "k_new", "v_new")
+    offsets = torch.tensor([0, n - 1, -n + 4], dtype=dtype)
+    with unchanged(given), pytest.raises(xattn.DeviceValueError, match="cu_seqlens_new"):
+        torch.ops.xattn.append_paged(*(given[name] for name in names), cu_seqlens_new=offsets)
+
+
+@pytest.mark.parametrize("kind", ["paged", "packed"])
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_scale_that_cannot_divide(kind, value, shape, name):
+    """Where nothing is written it may be any number."""
+    given = made(kind) | {name: torch.full(shape, value)}
+    with unchanged(given), pytest.raises(ValueError, match=f"^{name}: got .*; allowed: more than 0"):
+        call(kind, given)
+    call(kind, made(kind, append=False) | {name: torch.full(shape, value)})
+    call(kind, made(kind, append=False) | {name: value if value == value else 0})
+
+
+@each_kind
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("option", ["softmax_scale", "softcap"])
+@pytest.mark.parametrize("value", [10**30, 1e30, 1e20, 1e-20, 1.2e-38, 10**18, 1, 0])
+def test_large_and_small_factors(kind, backend, option, value):
+    """What a call may be given makes no NaN; whole numbers are numbers."""
+    assert not call(kind, made(kind), backend=backend, causal=True, **{option: value}).isnan().any()
+    if option == "softmax_scale":
+        assert not call(kind, made(kind), backend=backend, causal=True, **{option: -value}).isnan().any()
+    if option == "softcap" and value >= 1e18:
+        torch.testing.assert_close(call(kind, made(kind), softcap=value), call(kind, made(kind)))
+
+
+def test_a_cache_of_float64_keeps_its_precision_under_a_scale():
+    given = made("paged")
+    wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in given.items()}
+    del wide["rotary"]
+    call("paged", wide | {"k_scale": 3.0, "v_scale": torch.full((2, 2), 7.0)})
+    at = (given["page_table"][0, 1].long(), 1)  # the sixth token
+    assert torch.equal(wide["k_cache"][at], wide["k_new"][0, 0] / 3)
+    assert torch.equal(wide["v_cache"][at], wide["v_new"][0, 0] / 7)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_mod": lambda s, b, h, q_idx, kv_idx: s if s > 0 else -s},
+        {"score_mod": lambda s, b: s},
+        {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx * 2},
+        {"epilogue": xattn.Epilogue(lambda o: o)},
+    ],
+    ids=["condition", "arguments", "result", "epilogue"],
+)
+@pytest.mark.parametrize("meta", [False, True])
+def test_explain_raises_for_functions_that_cannot_be_traced(kind, options, meta):
+    given = made(kind, append=False) | options
+    with pytest.raises((ValueError, xattn.UnsupportedError)) as caught:
+        call(kind, given)
+    if meta:
+        given = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    with pytest.raises(type(caught.value), match=f"^{next(iter(options))}: .* cannot be traced"):
+        explain(kind, given)
 
 
 # ---------------------------------------------------------------- out and gradients

@@ -65,14 +65,14 @@ def _trace_compiled(
     tensors = [captured.at(fn, path) for path in tensor_paths]
     numbers = [captured.at(fn, path) for path in number_paths]
     constants = tuple([captured.at(fn, path) for path in constant_paths])
-    dims = tuple([t.dim() for t in (*aux, *tensors)])
-    key = _key(role, fn, str(device), dims, len(aux), True, constants)
+    forms = tuple([(t.dim(), t.dtype) for t in (*aux, *tensors)])
+    key = _key(role, fn, str(device), forms, len(aux), True, constants)
     if key:
         return key, [*aux, *tensors, *[_as_tensor(n, device) for n in numbers]]
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     sizes = [guard_scalar(n) for t in (*aux, *tensors) for n in t.shape]
-    key = _key(role, fn, str(device), dims, len(aux), False, (*constants, *[guard_scalar(n) for n in numbers], *sizes))
+    key = _key(role, fn, str(device), forms, len(aux), False, (*constants, *[guard_scalar(n) for n in numbers], *sizes))
     return key, [*aux, *tensors]
 
 
@@ -89,9 +89,16 @@ def _paths(fn: Callable[..., Any]) -> tuple[tuple[captured.Path, ...], ...]:
 
 @_constant_in_compiled_code
 def _key(
-    role: str, fn: Callable[..., Any], device: str, dims: tuple[int, ...], given: int, free: bool, watched: tuple
+    role: str,
+    fn: Callable[..., Any],
+    device: str,
+    forms: tuple[tuple[int, torch.dtype], ...],
+    given: int,
+    free: bool,
+    watched: tuple,
 ) -> str:
-    """The key of ``fn`` with ``given`` aux tensors of ``dims`` dimensions and, behind them, all that it holds.
+    """The key of ``fn`` with ``given`` aux tensors of those ``forms`` (dimensions, dtype) and, behind them, all that it
+    holds.
 
     With ``free`` numbers become arguments, and the result is "" where that cannot be or where the trace depends on
     sizes. ``watched`` is not used here: torch.compile compiles again when it changes.
@@ -106,7 +113,7 @@ def _key(
 
     with unset_fake_temporarily(), torch.no_grad():
         paths = captured.tensors(fn)
-        aux = [torch.zeros((1,) * n, device=where) for n in dims[:given]]
+        aux = [torch.zeros((1,) * n, dtype=dtype, device=where) for n, dtype in forms[:given]]
         aux += [captured.at(fn, path) for path in paths]
         if not free:
             mods = [_trace(role, fn, where, aux, paths)]
@@ -159,6 +166,8 @@ def _trace(
         result = result if isinstance(result, Tensor) else torch.full((), result, device=device)
         if role == "mask_mod" and result.dtype != torch.bool:
             raise ValueError(f"it returned {result.dtype}; allowed: a boolean")
+        if result.is_complex() or (role == "score_mod" and result.dtype == torch.bool):
+            raise ValueError(f"it returned {result.dtype}; allowed: a real number")
         return result
 
     try:
@@ -167,6 +176,7 @@ def _trace(
 
         with _tracing, temporarily_clear_interpreter_stack():
             graph = make_fx(call)(*map(_unwrapped, example))
+        _refuse_chance(graph)
     except Exception as error:
         words = f"{role}: {_describe(fn)} cannot be traced: {error}"
         if "tracing tensor" in str(error) or "control flow" in str(error):
@@ -177,7 +187,15 @@ def _trace(
         raise ValueError(f"{words}\nIt is called as {role}({arguments}, *aux).") from error
     loose = _lift(graph)
     key = f"{role}:{hashlib.sha256(graph.code.encode()).hexdigest()[:16]}"
-    return Mod(key, _mapped(graph, has_value), graph, graph.code), loose
+    return Mod(key, _mapped(graph, has_value, f"{role}: {_describe(fn)}"), graph, graph.code), loose
+
+
+def _refuse_chance(graph: torch.fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ValueError(
+                f"it draws random numbers ({node.target}); allowed: functions of their arguments and tensors"
+            )
 
 
 def _unwrapped(t: Tensor) -> Tensor:
@@ -255,8 +273,11 @@ def _lift(graph: torch.fx.GraphModule) -> list[Tensor]:
     return list(captured.values())
 
 
-def _mapped(graph: torch.fx.GraphModule, has_value: bool) -> Callable[..., Tensor]:
-    """The graph over whole tensors: value (batch, heads, rows, width), indices as ``reference.attend`` shapes them."""
+def _mapped(graph: torch.fx.GraphModule, has_value: bool, name: str) -> Callable[..., Tensor]:
+    """The graph over whole tensors: value (batch, heads, rows, width), indices as ``reference.attend`` shapes them.
+
+    Raises ValueError where an index leaves a tensor on the CPU.
+    """
 
     def eager(*args):
         value, (b, h, i, j, *aux) = (args[:1], args[1:]) if has_value else ((), args)
@@ -272,8 +293,14 @@ def _mapped(graph: torch.fx.GraphModule, has_value: bool) -> Callable[..., Tenso
         f = torch.vmap(f, in_dims=(*v, None, None, 0, None, *rest))
         f = torch.vmap(f, in_dims=(*v, None, 0, None, None, *rest))
         f = torch.vmap(f, in_dims=(*v, 0, None, 0 if by_sequence else None, None, *rest))
-        with transforms_enabled():
-            return f(*value, b, h, i, j, *aux)
+        try:
+            with transforms_enabled():
+                return f(*value, b, h, i, j, *aux)
+        except IndexError as error:
+            shapes = ", ".join(str(tuple(t.shape)) for t in aux)
+            raise ValueError(
+                f"{name} indexes a captured tensor where it has no element: {error}; shapes {shapes}"
+            ) from error
 
     return eager
 
