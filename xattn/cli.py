@@ -1,4 +1,4 @@
-"""The command line: info, explain, demo. Tables are drawn by rich where it is installed, and plain otherwise."""
+"""The command line: info, explain, check, build, demo."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from . import settings
+from . import settings, show
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 
@@ -46,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument("--matrix", action="store_true", help="print the support matrix of all architectures as Markdown")
+    info.add_argument(
+        "--images", action="store_true", help="list the kernel images of the wheel and of the user's cache"
+    )
     info.set_defaults(run=_info)
 
     explain = commands.add_parser(
@@ -82,8 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(run=_explain)
 
-    from . import demo
+    check = commands.add_parser(
+        "check", help="a self-test: small problems on one device, against float64", description=_check.__doc__
+    )
+    check.add_argument("--device", metavar="N|cpu", help="torch's number of a GPU, or cpu (default: the first GPU)")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.set_defaults(run=_check)
 
+    from . import build, demo
+
+    run_build = commands.add_parser(
+        "build", help="compile kernel images ahead of time into a folder", description=build.run.__doc__
+    )
+    build.add_arguments(run_build)
     run_demo = commands.add_parser(
         "demo", help="a real language model answers a prompt through xattn, and checks itself"
     )
@@ -99,6 +114,8 @@ def _info(args: argparse.Namespace) -> int:
     from . import __version__, support
     from .device import survey
 
+    if args.images:
+        return _list_images(args)
     if args.matrix:
         print(support.markdown())
         return 0
@@ -118,14 +135,14 @@ def _info(args: argparse.Namespace) -> int:
         return 0
     print(f"xattn {__version__}, torch {_torch_version()}")
     columns = ["device", "arch", "name", "SMs/CUs", "warp", "shared memory", "memory", "driver", "runtime"]
-    _table("devices", columns, [_device_row(n, d) for n, d in enumerate(found.devices)])
+    show.table("devices", columns, [_device_row(n, d) for n, d in enumerate(found.devices)])
     for note in found.notes:
         print(f"note: {note}")
     heads = ["bf16, causal, head_dim 128 unless said", *(f"{n}: {d.arch}" for n, d in enumerate(found.devices))]
     table = [
         [label, *(f"{c.backend} (native)" if c.native else c.backend or "no" for c in cells)] for label, cells in rows
     ]
-    _table("who answers", heads, table)
+    show.table("who answers", heads, table)
     return 0
 
 
@@ -133,6 +150,45 @@ def _device_row(number: int, d: Any) -> list[str]:
     shared = f"{d.smem_bytes // 1024} KiB" if d.smem_bytes else ""
     memory = f"{d.memory / 2**30:.1f} GiB" if d.memory else ""
     return [str(number), d.arch, d.name, str(d.sm_count or ""), str(d.warp_size), shared, memory, d.driver, d.runtime]
+
+
+def _list_images(args: argparse.Namespace) -> int:
+    """``info --images``: every file of the store, broken ones too."""
+    from .images import Store
+
+    store, now = Store(), time.time()
+    files = list(store.files())
+    totals: dict[str, dict[str, Any]] = {
+        place: {"folders": [str(f) for f in folders], "images": 0, "broken": 0, "size": 0}
+        for place, folders in (("wheel", store.shipped), ("cache", (store.cache,)))
+    }
+    entries: list[dict[str, Any]] = []
+    for f in files:
+        totals[f.place]["size"] += f.size
+        totals[f.place]["images" if f.image else "broken"] += 1
+        entry = {"place": f.place, "path": str(f.path), "size": f.size, "age_seconds": now - f.modified}
+        if f.image is None:
+            entry["broken"] = f.fault
+        else:
+            entry |= {name: getattr(f.image, name) for name in ("arch", "kind", "name", "compiler", "key")}
+        entries.append(entry)
+    if args.json:
+        print(json.dumps({"totals": totals, "images": entries}, indent=1))
+        return 0
+    columns = ["where", "arch", "kind", "kernel", "compiler", "size", "age", "file"]
+    rows = []
+    for f in files:
+        if f.image is None:
+            about = [f.path.parent.name, "broken", f.fault.removeprefix(f"{f.path}: "), ""]
+        else:
+            about = [f.image.arch, f.image.kind, f.image.words(), f.image.compiler]
+        rows.append([f.place, *about, show.size(f.size), show.age(now - f.modified), f.path.name])
+    if rows:
+        show.table("images", columns, rows)
+    for place, t in totals.items():
+        broken = f", {t['broken']} broken" if t["broken"] else ""
+        print(f"{place}: {t['images']} images{broken}, {show.size(t['size'])}, in {', '.join(t['folders'])}")
+    return 0
 
 
 def _torch_version() -> str:
@@ -193,6 +249,44 @@ def _explain(args: argparse.Namespace) -> int:
     return 0 if plan.backend else 1
 
 
+# ---------------------------------------------------------------- check
+def _check(args: argparse.Namespace) -> int:
+    """A self-test: what is there, and small problems on one device, each compared with the float64 reference. An error
+    may be twice that of a plain torch computation in the same dtype, plus one rounding. Exit status 1: something
+    FAILED."""
+    from . import selftest
+
+    device = selftest.device_of(args.device)
+    findings = selftest.environment()
+    results = []
+    if not args.json:
+        show.table("environment", ["what", "state", ""], [[f.what, f.state, f.text] for f in findings])
+        print(f"\ndevice under test: {selftest.describe(device)}")
+    for case in selftest.CASES:
+        results.append(selftest.run(case, device))
+    failed = [r.label for r in results if not r.ok] + [f.what for f in findings if f.state == selftest.FAILED]
+    if args.json:
+        answer = {"device": str(device), "ok": not failed, "failed": failed}
+        answer |= {"environment": [asdict(f) for f in findings], "problems": [asdict(r) for r in results]}
+        print(json.dumps(answer, indent=1))
+        return 1 if failed else 0
+    columns = ["problem", "backend", "config", "error", "allowed", ""]
+    show.table("problems", columns, [_check_row(r) for r in results])
+    for r in results:
+        if r.fault:
+            print(f"\n{r.label}: {r.fault}")
+    print(f"\n{len(results)} problems on {device}: " + (f"FAILED: {', '.join(failed)}" if failed else "all ok"))
+    return 1 if failed else 0
+
+
+def _check_row(r: Any) -> list[str]:
+    config = ", ".join(f"{name} {value}" for name, value in r.config)
+    backend = f"{r.backend} (native)" if r.native else r.backend
+    numbers = [f"{n:.2e}" if n is not None else "" for n in (r.error, r.allowed)]
+    return [r.label, backend, config, *numbers, "ok" if r.ok else "FAILED"]
+
+
+# ---------------------------------------------------------------- arguments
 def _shape(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if len(parts) != 4 or not all(p.strip().isdigit() for p in parts):
@@ -216,30 +310,3 @@ def _window(text: str) -> tuple[int | None, int | None]:
         )
     left, right = (int(p) if p else None for p in parts)
     return left, right
-
-
-# ---------------------------------------------------------------- printing
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        _plain_table(title, columns, rows)
-        return
-    if not sys.stdout.isatty():
-        _plain_table(title, columns, rows)
-        return
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*map(Text, row))  # no markup: a name may hold brackets
-    Console().print(table)
-
-
-def _plain_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    widths = [max(len(str(row[n])) for row in [columns, *rows]) for n in range(len(columns))]
-    print(f"\n{title}")
-    for row in [columns, ["-" * w for w in widths], *rows]:
-        print("  " + "  ".join(str(cell).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())

@@ -260,18 +260,22 @@ class Store:
                 yield file.image
 
 
-def publish(image: Image, folder: Path) -> Path:
-    """Writes an image's file under ``folder``/arch: the whole of it appears at once, or nothing. The folder holds code:
-    mode 0700."""
+def publish(image: Image, folder: Path, mode: int = 0o700) -> Path:
+    """Writes an image's file under ``folder``/arch: the whole of it appears at once, or nothing.
+
+    A cache holds code that its user runs: it is private to them. ``mode`` (of folders; files have it without the right
+    to execute) opens what is built for others.
+    """
     target = folder / image.arch / f"{image.key}{_SUFFIX}"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    target.parent.mkdir(exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True, mode=mode)
+    target.parent.mkdir(exist_ok=True, mode=mode)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(encode(image))
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(temporary, mode & 0o666)
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

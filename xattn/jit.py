@@ -63,7 +63,15 @@ class Nvrtc:
         return ""
 
     def serves(self, arch: str) -> bool:
-        return arch.startswith(("sm_", "compute_"))
+        """Of an NVRTC that is not there, also what it might know: ``missing`` has the word then."""
+        vendor, _, number = arch.partition("_")
+        return vendor in ("sm", "compute") and (bool(self.missing()) or number.rstrip("af") in self._numbers())
+
+    @lru_cache  # noqa: B019 - instances live as long as the process
+    def _numbers(self) -> tuple[str, ...]:
+        """The architectures that it knows: "80", "90"."""
+        (numbers,) = self._check(self.library().nvrtcGetSupportedArchs())
+        return tuple(map(str, numbers))
 
     @lru_cache  # noqa: B019 - instances live as long as the process
     def version(self) -> str:
@@ -279,7 +287,7 @@ def get(spec: ImageSpec, store: Store | None = None) -> Image:
     with lock:
         image = store.find(spec, _refused)
         if image is None:
-            refused = {version for key, version in _refused if key == spec.key()}
+            refused = {version for key, version in tuple(_refused) if key == spec.key()}
             image = build(spec, compiler_for(spec.arch, without=refused))
             store.put(image)
         return image
@@ -296,8 +304,9 @@ def choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, s
     """The image of a kernel for a device of architecture ``arch``; remembered where no ``store`` is named.
 
     First what lies in the store and runs as it is: an image of that architecture, or on 8.x one of sm_80. Then one
-    compiled for it now. Then PTX of compute_80, which the driver compiles. UnsupportedError says what each lacked;
-    CompileError is a compiler's refusal where nothing else serves.
+    compiled for it now. Then PTX of compute_80, which the driver compiles; not for "sm_90a", by which a kernel says
+    that it needs that architecture's own instructions. UnsupportedError says what each lacked; CompileError is a
+    compiler's refusal where nothing else serves.
     """
     question = (entry, config, arch)
     found = _chosen.get(question) if store is None else None
@@ -311,10 +320,8 @@ def choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, s
 @lru_cache
 def missing(arch: str) -> str:
     """Why no image for ``arch`` could be had here, in words; "" where one can be compiled or some are ready."""
-    store = Store()
-    if any(
-        any((folder / name).glob("*")) for folder in (*store.shipped, store.cache) for name in (*_ready_made(arch), PTX)
-    ):
+    store, ready = Store(), (*_ready_made(arch), *((PTX,) if _is_general(arch) else ()))
+    if any(any((folder / name).glob("*")) for folder in (*store.shipped, store.cache) for name in ready):
         return ""
     try:
         compiler_for(arch)
@@ -335,7 +342,7 @@ def _choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, 
     except (UnsupportedError, CompileError) as error:  # none, or one that is older than the architecture
         first = error
     lacking = f"no image of {entry} for {arch} in the wheel or in {store.cache} (looked for: {', '.join(ready)})"
-    if arch.startswith("sm_"):
+    if _is_general(arch):
         try:
             return get(ImageSpec(entry, config, PTX), store)
         except (UnsupportedError, CompileError) as error:
@@ -347,11 +354,17 @@ def _choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, 
 
 def _ready_made(arch: str) -> tuple[str, ...]:
     """The architectures whose images a device of ``arch`` runs as they are, the best first."""
-    if not arch.startswith("sm_"):
+    if not _is_general(arch):
         return (arch,)
     if int(arch.removeprefix("sm_")) < 90:
-        return tuple(dict.fromkeys((arch, "sm_80")))
+        # Not on Tegra (CUDA C++ Programming Guide, "Binary Compatibility").
+        return (arch,) if arch in ("sm_80", "sm_87") else (arch, "sm_80")
     return (arch, f"{arch}a")
+
+
+def _is_general(arch: str) -> bool:
+    """Whether it is NVIDIA's, and the kernel one for several architectures: not for sm_90a's own instructions."""
+    return arch.startswith("sm_") and arch.removeprefix("sm_").isdigit()
 
 
 def refuse(image: Image) -> None:
@@ -359,7 +372,7 @@ def refuse(image: Image) -> None:
     asked again, gives another one of its address, compiles it with another compiler, or gives PTX."""
     log.warning("the driver refused %s, made by %s; another is looked for", image.name, image.compiler)
     _refused.add(image.made())
-    for question in [q for q, chosen in _chosen.items() if chosen.made() == image.made()]:
+    for question in [q for q, chosen in tuple(_chosen.items()) if chosen.made() == image.made()]:
         _chosen.pop(question, None)
 
 

@@ -4,10 +4,13 @@ the NVRTC of their own CUDA version."""
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+
+log = logging.getLogger("xattn")
 
 _LIBRARY = "libnvrtc.so.12"
 
@@ -15,7 +18,18 @@ _LIBRARY = "libnvrtc.so.12"
 @lru_cache(maxsize=1)
 def library() -> Library:
     """The library, loaded once. OSError where it is not there."""
+    _let_bindings_load_theirs()
     return Library(_path())
+
+
+def _let_bindings_load_theirs() -> None:
+    """cuda-python takes an NVRTC of any version that is in the process already: its own must come first."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:  # they are not there, or their library is not
+        log.debug("cuda-python has no NVRTC: %r", error)
 
 
 def _path() -> str:
@@ -37,6 +51,13 @@ class Library:
     def nvrtcVersion(self) -> tuple[int, int, int]:
         major, minor = ctypes.c_int(), ctypes.c_int()
         return self._c.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), major.value, minor.value
+
+    def nvrtcGetSupportedArchs(self) -> tuple[int, list[int]]:
+        count = ctypes.c_int()
+        if status := self._c.nvrtcGetNumSupportedArchs(ctypes.byref(count)):
+            return status, []
+        numbers = (ctypes.c_int * count.value)()
+        return self._c.nvrtcGetSupportedArchs(numbers), list(numbers)
 
     def nvrtcCreateProgram(
         self, source: bytes, name: bytes, count: int, headers: Sequence[bytes], names: Sequence[bytes]

@@ -54,3 +54,8 @@ def visible_devices() -> dict[str, str]:
     """The variables by which a user hides GPUs, as far as they are set."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def given() -> dict[str, str]:
+    """xattn's own variables and those of ``visible_devices``, as far as they are set."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ} | visible_devices()

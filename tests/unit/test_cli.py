@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import xattn
-from xattn import cli, settings, support
+from xattn import cli, images, settings, show, support
 from xattn.backends import REGISTRY
 from xattn.device import from_arch
 
@@ -84,6 +84,83 @@ def test_info_shows_devices_and_notes(monkeypatch, capsys):
     assert "64 KiB" in text and "192.0 GiB" in text
 
 
+# ---------------------------------------------------------------- info --images
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """A store with an image in the wheel, and in the cache one more and a broken file."""
+    monkeypatch.setenv("XATTN_CACHE_DIR", str(tmp_path / "cache"))
+    wheel, cache = tmp_path / "wheel", tmp_path / "cache" / "images"
+    config = (("element", "bf16"), ("head_dim", 64), ("head_dim_v", 64), ("tile_m", 128), ("tile_n", 32))
+    for folder, arch, compiler in ((wheel, "sm_80", "nvrtc 12.9"), (cache, "gfx942", "a clang"), (cache, "sm_90", "x")):
+        spec = images.ImageSpec("arch/sm80/forward.cu", (*config, ("softcap", True)), arch)
+        images.publish(images.Image(spec.key(), arch, "cubin", spec.name(), compiler, b"code"), folder)
+    (broken,) = (cache / "sm_90").iterdir()
+    broken.write_bytes(broken.read_bytes()[:-1])
+    os.utime(broken, (0, 0))
+    init = images.Store.__init__
+    monkeypatch.setattr(images.Store, "__init__", lambda self: init(self, shipped=(wheel,)))
+    return wheel, cache, broken
+
+
+def test_info_images(stored, capsys):
+    wheel, cache, broken = stored
+    assert cli.main(["info", "--images"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[1]: line for line in lines if line.startswith(("  wheel ", "  cache "))}
+    kernel = "cubin   arch/sm80/forward.cu: bf16, head_dim 64, tile 128x32, softcap"
+    assert kernel in rows["sm_80"] and "nvrtc 12.9" in rows["sm_80"]
+    assert rows["gfx942"].startswith("  cache ") and "a clang" in rows["gfx942"]
+    assert "broken  3 of 4 bytes, or changed" in rows["sm_90"] and rows["sm_90"].endswith(broken.name)
+    assert " d  " in rows["sm_90"] and " s  " in rows["sm_80"]
+    assert lines[-2].startswith("wheel: 1 images, ") and lines[-2].endswith(f"in {wheel}")
+    assert lines[-1].startswith("cache: 1 images, 1 broken, ") and lines[-1].endswith(f"in {cache}")
+    assert broken.exists(), "listing must not remove"
+
+
+def test_info_images_json(stored, capsys):
+    wheel, cache, broken = stored
+    assert cli.main(["info", "--images", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {place: (t["images"], t["broken"]) for place, t in answer["totals"].items()} == {
+        "wheel": (1, 0),
+        "cache": (1, 1),
+    }
+    by_arch = {Path(i["path"]).parent.name: i for i in answer["images"]}
+    assert (by_arch["sm_80"]["place"], by_arch["sm_80"]["compiler"]) == ("wheel", "nvrtc 12.9")
+    assert by_arch["sm_90"]["broken"].startswith(f"{broken}: 3 of 4 bytes") and by_arch["sm_90"]["age_seconds"] > 1e9
+    assert sum(i["size"] for i in answer["images"]) == sum(t["size"] for t in answer["totals"].values())
+
+
+def test_info_images_of_an_empty_store(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(images.Store, "files", lambda self: iter([]))
+    assert cli.main(["info", "--images"]) == 0
+    text = capsys.readouterr().out
+    assert f"cache: 0 images, 0 B, in {tmp_path / 'images'}" in text and "kernel" not in text
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (5000 << 30, "5000.0 GiB"),
+    ],
+)
+def test_sizes(value, words):
+    assert show.size(value) == words
+
+
+@pytest.mark.parametrize(
+    "value, words", [(-1, "0 s"), (59.9, "59 s"), (60, "1 min"), (7199, "1 h"), (86400 * 2.5, "2 d")]
+)
+def test_ages(value, words):
+    assert show.age(value) == words
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -93,9 +170,26 @@ def test_rich_draws_tables_on_a_terminal(monkeypatch):
     """Brackets in a name are no markup."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    cli._table("devices", ["name"], [["Navi 31 [Radeon RX 7900]"], ["[bold]x[/bold]"]])
+    show.table("devices", ["name"], [["Navi 31 [Radeon RX 7900]"], ["[bold]x[/bold]"]])
     text = screen.getvalue()
     assert "━" in text and "Navi 31 [Radeon RX 7900]" in text and "[bold]x[/bold]" in text
+
+
+def test_rich_shows_progress_on_a_terminal(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    with show.progress("compiling", 2) as tell:
+        tell("[bold]first[/bold]")
+        tell("second [x]")
+    text = screen.getvalue()
+    assert "compiling" in text and "2/2" in text and "second [x]" in text and "[1/2]" not in text
+
+
+def test_progress_is_lines_elsewhere(capsys):
+    with show.progress("compiling", 10) as tell:
+        tell("first [x]")
+        tell("second")
+    assert capsys.readouterr().out == "[ 1/10] first [x]\n[ 2/10] second\n"
 
 
 def test_without_rich():
@@ -257,7 +351,7 @@ def test_explain_needs_a_shape(capsys):
 
 
 # ---------------------------------------------------------------- the program
-@pytest.mark.parametrize("command", [(), ("info",), ("explain",), ("demo",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("info",), ("explain",), ("check",), ("build",), ("demo",)], ids=" ".join)
 def test_help(capsys, command):
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -265,7 +359,7 @@ def test_help(capsys, command):
     text = capsys.readouterr().out
     assert text.startswith("usage: python -m xattn")
     if not command:
-        assert all(name in text for name in ("info", "explain", "demo"))
+        assert all(name in text for name in ("info", "explain", "check", "build", "demo"))
         assert all(name in text and words in text for name, words in settings.VARIABLES.items())
 
 

@@ -30,6 +30,7 @@ def test_a_put_image_is_found_and_private(tmp_path):
     assert replace(s.find(SPEC), path="") == image()
     assert [i.key for i in s] == [SPEC.key()]
     assert os.stat(path.parent).st_mode & 0o077 == 0 and os.stat(path.parent.parent).st_mode & 0o077 == 0
+    assert os.stat(path).st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 

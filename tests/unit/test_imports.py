@@ -25,6 +25,7 @@ ROWS = (
         "rng",
         "launch_params",
         "nvrtc12",
+        "show",
         "step_mirror",
     },
     {"device", "inputs", "status", "images"},
@@ -37,15 +38,15 @@ ROWS = (
     {"backends"},
     {"dispatch"},
     {"repeats", "autograd", "ops"},
-    {"paged", "support", "calls"},
+    {"paged", "support", "shipped", "calls"},
     {"api", "distributed"},
     {"xattn"},  # the names that users import
-    {"compat"},
-    {"cli", "__main__", "bench", "demo"},
+    {"compat", "selftest"},
+    {"cli", "__main__", "bench", "build", "demo"},
 )
 ROW = {name: n for n, row in enumerate(ROWS) for name in row}
 # A pair: an op's autograd kernel applies the Function, whose forward calls the op. And what only starts and shows.
-TOGETHER = ({"ops", "autograd", "repeats"}, {"cli", "__main__", "bench", "demo"})
+TOGETHER = ({"ops", "autograd", "repeats"}, {"cli", "__main__", "bench", "build", "demo"})
 
 
 def imports(path: Path) -> set[tuple[str, ...]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -106,6 +108,7 @@ def test_what_this_machine_compiled_for_itself_comes_before_what_serves_all_of_8
     "device, lies",
     [
         ("sm_86", ["compute_80"]),
+        ("sm_87", ["sm_80", "compute_80"]),
         ("sm_90", ["sm_80", "compute_80"]),
         ("sm_120", ["sm_80", "sm_90a", "compute_80"]),
         ("gfx90a", ["gfx942"]),
@@ -131,6 +134,16 @@ def test_ptx_where_the_compiler_is_older_than_the_device(machine, shipped):
     image = choose("sm_130", machine((fake,), shipped=shipped))
     assert image.arch == "compute_80"
     assert fake.compiled == (["sm_130"] if shipped else ["sm_130", "compute_80"])
+
+
+def test_a_kernel_for_the_own_instructions_of_an_architecture(machine):
+    """Neither another architecture's image nor PTX stands in."""
+    store = machine((ABSENT,), shipped=["sm_80", "sm_90", "compute_80"])
+    with pytest.raises(UnsupportedError, match=r"looked for: sm_90a\); no compiler for sm_90a"):
+        choose("sm_90a", store)
+    fake = Fake()
+    assert choose("sm_90a", machine((fake,))).arch == "sm_90a" and fake.compiled == ["sm_90a"]
+    assert choose("sm_90a", machine((ABSENT,), shipped=["sm_90a"])).code == b"shipped"
 
 
 def test_a_fault_of_the_sources_is_raised_as_such(machine):
@@ -212,6 +225,8 @@ struct Program { std::string source, log, code; };
 static bool refuses(const std::string& s) { return s.find("#error") != std::string::npos; }
 extern "C" {
 int nvrtcVersion(int* major, int* minor) { *major = 12; *minor = 9; return 0; }
+int nvrtcGetNumSupportedArchs(int* n) { *n = 2; return 0; }
+int nvrtcGetSupportedArchs(int* numbers) { numbers[0] = 80; numbers[1] = 90; return 0; }
 int nvrtcCreateProgram(Program** p, const char* source, const char* name, int n, const char* const* bodies,
                        const char* const* names) {
     *p = new Program{std::string(name) + ":" + source, "", ""};
@@ -264,6 +279,19 @@ def test_nvrtc_12_is_given_sources_and_flags(compiler):
     assert compiler.compile(replace(spec, arch="compute_80"))[:2] == (b"PTX", "ptx")
 
 
+def test_nvrtc_12_serves_what_it_knows(compiler):
+    assert [a for a in ("sm_80", "sm_90a", "compute_90", "sm_110", "sm_8", "gfx942", "host") if compiler.serves(a)] == [
+        "sm_80",
+        "sm_90a",
+        "compute_90",
+    ]
+    newer = Fake("nvrtc 13.5")
+    assert jit.compiler_for("sm_80", (compiler, newer)) is compiler
+    assert jit.compiler_for("sm_110", (compiler, newer)) is newer
+    with pytest.raises(UnsupportedError, match="no compiler for sm_999: no compiler knows this architecture"):
+        jit.compiler_for("sm_999", (compiler,))
+
+
 def test_nvrtc_12_refuses(compiler, monkeypatch):
     spec = ImageSpec(ENTRY, CONFIG, "sm_80")
     monkeypatch.setattr(jit, "sources", lambda entry, arch: {entry: "#error"})
@@ -273,7 +301,24 @@ def test_nvrtc_12_refuses(compiler, monkeypatch):
 
 def test_nvrtc_12_where_it_is_not(monkeypatch):
     monkeypatch.setattr(nvrtc12, "library", lambda: nvrtc12.Library("/nonexistent/libnvrtc.so.12"))
-    assert "pip install 'nvidia-cuda-nvrtc-cu12>=12.9'" in jit.Nvrtc12().missing()
+    absent = jit.Nvrtc12()
+    assert "pip install 'nvidia-cuda-nvrtc-cu12>=12.9'" in absent.missing()
+    assert absent.serves("sm_80") and not absent.serves("gfx942")
+    with pytest.raises(UnsupportedError, match="no compiler for sm_80: nvrtc12: NVRTC 12.9 cannot be loaded"):
+        jit.compiler_for("sm_80", (absent,))
+
+
+def test_the_bindings_load_their_nvrtc_first(fake_library, monkeypatch):
+    """They would take 12.9, were it in the process already. That they are not there is no error."""
+    order = []
+    bindings = ModuleType("cuda.bindings")
+    bindings.nvrtc = SimpleNamespace(nvrtcVersion=lambda: order.append("bindings"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(nvrtc12, "_path", lambda: order.append("12.9") or str(fake_library))
+    nvrtc12.library.__wrapped__()
+    assert order == ["bindings", "12.9"]
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert nvrtc12.library.__wrapped__().nvrtcVersion() == (0, 12, 9)
 
 
 def test_the_wheel_of_nvrtc_12_comes_before_the_system(tmp_path, monkeypatch):

@@ -1,0 +1,134 @@
+"""Which images a wheel ships: the rows of a set, and that kernels ask for what the backends name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from xattn import jit, shipped
+from xattn.backends import cdna, sm80
+from xattn.device import from_arch
+from xattn.images import ImageSpec
+from xattn.inputs import Inputs
+from xattn.problem import SizeBucket
+
+SET = Path(__file__).parents[2] / "ci" / "images.toml"
+ROW = '[[images]]\nbackends = ["sm80"]\n'
+
+
+def load(tmp_path, text: str) -> shipped.ShippedSet:
+    path = tmp_path / "set.toml"
+    path.write_text(text)
+    return shipped.load(path)
+
+
+# ---------------------------------------------------------------- the sets
+def test_the_set_of_the_checkout():
+    chosen = shipped.load(SET)
+    assert chosen.archs == shipped.ARCHS and chosen.origin == str(SET)
+    for arch in chosen.archs:
+        specs = chosen.specs(arch)
+        assert set(specs) < set(shipped.everything(arch)) and len(set(specs)) == len(specs)
+        have = {tuple(dict(s.config)[n] for n in ("element", "head_dim", "head_dim_v", "attn_mask")) for s in specs}
+        for element in ("bf16", "fp16"):
+            assert {(element, d, d, "none") for d in (64, 96, 128, 256)} <= have
+            assert (element, 128, 128, "boolean") in have and (element, 64, 64, "added16") in have
+
+
+def test_without_a_checkout(monkeypatch, tmp_path):
+    """Plain calls, every head dimension."""
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "site-packages" / "xattn" / "shipped.py"))
+    chosen = shipped.default()
+    assert chosen is shipped.BUILT_IN
+    for arch in chosen.archs:
+        configs = [dict(s.config) for s in chosen.specs(arch)]
+        assert {c["head_dim"] for c in configs} == set(range(32, 257, 32)) and len(configs) == 16
+        assert all(c["head_dim"] == c["head_dim_v"] and c["attn_mask"] == "none" for c in configs)
+        assert not any(value is True for c in configs for value in c.values())
+
+
+def test_everything_holds_every_option():
+    names = ("element", "head_dim", "head_dim_v", "softcap", "alibi", "attn_mask")
+    have = {tuple(dict(spec.config)[n] for n in names) for spec in shipped.everything("sm_80")}
+    assert len(have) == 2 * 8 * 8 * 2 * 2 * 4
+    assert not shipped.everything("sm_75")
+
+
+def test_a_row_takes_what_it_names(tmp_path):
+    text = ROW + 'element = "fp16"\nhead_dims = [[192, 128]]\nsoftcap = [true, false]\nattn_mask = ["added32"]'
+    specs = load(tmp_path, text).specs("sm_80")
+    configs = [dict(s.config) for s in specs]
+    assert [c["softcap"] for c in configs] == [False, True]
+    for c in configs:
+        assert (c["element"], c["head_dim"], c["head_dim_v"]) == ("fp16", 192, 128)
+        assert (c["attn_mask"], c["alibi"]) == ("added32", False)
+    assert load(tmp_path, text).specs("gfx942") == [], "another backend's"
+
+
+def test_rows_that_overlap_name_an_image_once(tmp_path):
+    once = load(tmp_path, ROW).specs("sm_80")
+    assert load(tmp_path, ROW + ROW).specs("sm_80") == once and len(once) == 16
+
+
+WRONG = {
+    "archs = 5": "archs: got 5; allowed: a list of names",
+    "[[image]]": "image: not understood; allowed: archs, images",
+    "archs = ['sm_80']": "images: there is no [[images]] row",
+    "images = [": "Invalid value",
+    ROW + "softcapped = true": "row 1 of images: softcapped: no image has this field; there are element, head_dim",
+    ROW + "softcap = 1": "row 1 of images: softcap: got 1; allowed: False, True",
+    ROW + "tile_m = 100": "tile_m: got 100; allowed: 128, 64",
+    ROW + "attn_mask = ['bool']": "attn_mask: got 'bool'; allowed: added16, added32, boolean, none",
+    ROW + "head_dims = [[64, 60]]": "head_dims: got [64, 60]; no image has these head dimensions",
+    ROW + "head_dims = [64]": "head_dims: got [64]; allowed: pairs [head_dim, head_dim_v]",
+    ROW
+    + ROW.replace("sm80", "ampere"): "row 2 of images: backends: got ['ampere']; allowed: a list of sm90, sm80, cdna",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_sets(tmp_path, text):
+    with pytest.raises(ValueError) as raised:
+        load(tmp_path, text)
+    assert str(raised.value).startswith(f"{tmp_path / 'set.toml'}: ") and WRONG[text] in str(raised.value)
+
+
+def test_no_such_set(tmp_path):
+    with pytest.raises(ValueError, match="none.toml: No such file or directory"):
+        shipped.load(tmp_path / "none.toml")
+
+
+def test_a_python_without_a_reader(tmp_path, monkeypatch):
+    monkeypatch.setattr(shipped, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'xattn\[cli\]'"):
+        load(tmp_path, ROW)
+
+
+# ---------------------------------------------------------------- what is asked for at run time is what is named
+class Asked(Exception):
+    pass
+
+
+@pytest.mark.parametrize("backend, arch", [(sm80.BACKEND, "sm_80"), (cdna.BACKEND, "gfx942")], ids=["sm80", "cdna"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(64, 64), (72, 40), (128, 128), (256, 8)], ids=str)
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32, "dtype of q"], ids=str)
+def test_calls_ask_for_images_that_are_named(monkeypatch, backend, arch, dtype, dims, mask):
+    def choose(entry, config, arch_of_this_machine):
+        raise Asked(ImageSpec(entry, config, arch))
+
+    monkeypatch.setattr(jit, "choose", choose)
+    q, k = (torch.zeros(1, n, 2, dims[0], dtype=dtype) for n in (5, 7))
+    options = {"softcap": 3.0, "alibi_slopes": torch.ones(2)} if dims[0] == 64 else {}
+    if mask is not None:
+        options["attn_mask"] = torch.zeros(1, 1, 5, 7, dtype=dtype if mask == "dtype of q" else mask)
+    inputs = Inputs("attention", q, k, torch.zeros(1, 7, 2, dims[1], dtype=dtype), **options)
+    config = backend.config(inputs.problem(), SizeBucket.of(1, 2, 5, 7), from_arch(arch))
+    with pytest.raises(Asked) as raised:
+        backend.prepare(inputs, config)
+    spec = raised.value.args[0]
+    assert spec in shipped.everything(arch)
+    has = dict(spec.config)
+    assert has["softcap"] == has["alibi"] == (dims[0] == 64)
