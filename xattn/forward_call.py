@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -20,7 +20,6 @@ from .launch_params import ForwardParams, Operand
 from .problem import Problem
 
 TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
-_SIZE_NAMES = ("head_dim", "head_dim_v", "tile_m", "tile_n", "num_warps")
 _PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi"}  # fields of the parameter block that have other names
 _STATUS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # values that only the device can see
 _ELEMENTS = ("bf16", "fp16")
@@ -66,45 +65,47 @@ class ForwardBody:
 
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""
-        dims, switch = range(32, self.tiles[-1][0] + 1, 32), (False, True)
-        for element, d, dv, softcap, alibi, mask in product(_ELEMENTS, dims, dims, switch, switch, _MASKS):
-            yield ImageSpec(self.entry, _fields(element, self.tile(d, dv), softcap, alibi, mask), arch)
-        for element, d, dv in product(_ELEMENTS, dims, dims):
-            yield ImageSpec(self.entry, _fields(element, self.tile(d, dv), any_scale=True), arch)
+        dims = range(32, self.tiles[-1][0] + 1, 32)
+        for d, dv in product(dims, dims):
+            for name, chosen in variants():
+                fields = (("element", name), *self.tile(d, dv), ("keep_q", False), *chosen)
+                yield ImageSpec(self.entry, fields, arch)
 
     def missing(self, device: Device) -> str:
         """``Backend.missing``."""
         return launch.missing() or jit.missing(device.arch)
 
 
-def _fields(
-    element: str,
-    tile: tuple[tuple[str, int], ...],
-    softcap: bool = False,
-    alibi: bool = False,
-    attn_mask: str = "none",
-    any_scale: bool = False,
-) -> tuple[tuple[str, ConfigValue], ...]:
-    """The fields of the kernel's Config struct; their order is part of an image's address."""
-    switches = (("keep_q", False), ("any_scale", any_scale), ("softcap", softcap), ("alibi", alibi))
-    return (("element", element), *tile, *switches, ("attn_mask", attn_mask))
+@dataclass(frozen=True)
+class Forward:
+    """A call in the terms of the kernels: the parameter block without addresses, the tensors in the order of
+    inputs.TENSORS and the outputs, whose offsets are those in ForwardParams; ``mask``: the image's attn_mask."""
+
+    params: ForwardParams
+    tensors: dict[str, Tensor]
+    outputs: tuple[Output, ...]
+    mask: str
+
+    @property
+    def tiles(self) -> int:
+        return self.params.sequences * self.params.heads_q * self.params.m_blocks
+
+    def slots(self, base: int = 0) -> tuple[int, ...]:
+        """Where the tensors' addresses go, for a block that holds ForwardParams at offset ``base``."""
+        return tuple(base + slot(ForwardParams, _PARAMS.get(name, name)) for name in self.tensors)
 
 
-def prepare(
-    body: ForwardBody, inputs: Inputs, config: tuple[tuple[str, object], ...]
-) -> tuple[Call, dict[str, Tensor]]:
-    """``Backend.prepare`` for a layer of the body."""
-    x, options = inputs, dict(config)
-    tensors = {name: _direct(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v))}
+def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tensor], Tensor]) -> Forward:
+    """What every kernel with ForwardParams is told. ``heads_at_once``: key heads whose keys and values should fill the
+    L2 cache together; ``direct`` copies what a kernel cannot read as it lies."""
+    tensors = {name: direct(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v))}
     q, k, v = tensors.values()
-    aligned = len(tensors)
-    head_dim, head_dim_v, tile_m, tile_n, warps = (int(str(options[n])) for n in _SIZE_NAMES)
     sequences = x.batch + x.packed
-    m_blocks = max(-(-x.seqlen_q // tile_m), int(x.packed))
     p = ForwardParams(
         q=Operand.of(q),
         k=Operand.of(k),
         v=Operand.of(v),
+        out=Operand.dense(x.out_shape),
         batch=x.batch,
         sequences=sequences,
         heads_q=x.num_heads_q,
@@ -120,10 +121,9 @@ def prepare(
         causal=int(x.causal),
         window_left=_distance(x.window_left),
         window_right=_distance(x.window_right),
-        m_blocks=m_blocks,
+        m_blocks=max(-(-x.seqlen_q // tile_m), int(x.packed)),
     )
     outputs = [Output(slot(ForwardParams, "out"), x.out_shape, x.dtype_out)]
-    p.out = Operand.dense(x.out_shape)
     if x.return_lse:
         outputs.append(Output(slot(ForwardParams, "lse"), x.lse_shape, torch.float32))
         p.lse_head_stride = x.lse_shape[-1]
@@ -148,41 +148,75 @@ def prepare(
             tensors[name] = t if t.is_contiguous() else t.contiguous()
             p.index64 |= (t.dtype == torch.int64) << bit
             p.status = status.word(x.q.device).data_ptr()
-    per_head = max(1, x.seqlen_k * (x.head_dim + x.head_dim_v) * 2)
-    heads = max(1, body.section_bytes // per_head) * (x.num_heads_q // x.num_heads_kv)
-    p.heads_in_section = min(heads, max(1, sequences * x.num_heads_q))
+    ratio = x.num_heads_q // x.num_heads_kv
+    p.heads_in_section = min(max(1, heads_at_once) * ratio, max(1, sequences * x.num_heads_q))
+    ordered = {name: tensors[name] for name in TENSORS[x.kind] if name in tensors}
+    return Forward(p, ordered, tuple(outputs), mask)
 
-    arch = device_of(x.q.device).arch
-    element = "fp16" if x.q.dtype == torch.float16 else "bf16"
-    sizes = tuple((n, int(str(options[n]))) for n in ("head_dim", "head_dim_v", *TILE_NAMES))
-    fields = _fields(element, sizes, x.softcap != 0.0, x.alibi_slopes is not None, mask)
-    if x.scale <= 0.0 and fields == _fields(element, sizes):
-        fields = _fields(element, sizes, any_scale=True)
-    image = jit.choose(body.entry, fields, arch)
+
+def switches(x: Inputs, mask: str) -> tuple[tuple[str, ConfigValue], ...]:
+    """The part of an image's configuration that the features of a call decide."""
+    return _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, x.scale <= 0.0)
+
+
+def _switches(
+    softcap: bool = False, alibi: bool = False, attn_mask: str = "none", any_scale: bool = False
+) -> tuple[tuple[str, ConfigValue], ...]:
+    plain = not (softcap or alibi or attn_mask != "none")
+    return (("any_scale", any_scale and plain), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
+
+
+def variants() -> Iterator[tuple[str, tuple[tuple[str, ConfigValue], ...]]]:
+    """(element, switches) of every image of a tile."""
+    for element in _ELEMENTS:
+        yield element, _switches(any_scale=True)
+        for softcap, alibi, mask in product((False, True), (False, True), _MASKS):
+            yield element, _switches(softcap, alibi, mask)
+
+
+def element(x: Inputs) -> tuple[str, str]:
+    return ("element", "fp16" if x.q.dtype == torch.float16 else "bf16")
+
+
+def choose(
+    entry: str, fields: tuple[tuple[str, ConfigValue], ...], arch: str
+) -> tuple[Image, Callable[[Image], Image]]:
+    """An image, and what gives another where the driver refuses it."""
 
     def another(refused: Image) -> Image:
         jit.refuse(refused)
-        return jit.choose(body.entry, fields, arch)
+        return jit.choose(entry, fields, arch)
 
+    return jit.choose(entry, fields, arch), another
+
+
+def prepare(
+    body: ForwardBody, inputs: Inputs, config: tuple[tuple[str, object], ...]
+) -> tuple[Call, dict[str, Tensor]]:
+    """``Backend.prepare`` for a layer of the shared body."""
+    x, options = inputs, dict(config)
+    sizes = tuple((n, int(str(options[n]))) for n in ("head_dim", "head_dim_v", *TILE_NAMES))
+    head_dim, head_dim_v, tile_m, tile_n, num_warps, _ = (n for _, n in sizes)
+    per_head = max(1, x.seqlen_k * (x.head_dim + x.head_dim_v) * 2)
+    forward = describe(x, tile_m, body.section_bytes // per_head, direct)
+    fields = (element(x), *sizes, ("keep_q", False), *switches(x, forward.mask))
+    image, another = choose(body.entry, fields, device_of(x.q.device).arch)
     shared = 2 * (tile_m * max(head_dim, head_dim_v) + tile_n * (head_dim + head_dim_v))
-    shape = Shape((sequences * x.num_heads_q * m_blocks, 1, 1), (body.warp_size * warps, 1, 1), shared)
-    tensors = {name: tensors[name] for name in TENSORS[x.kind] if name in tensors}
-    slots = tuple(slot(ForwardParams, _PARAMS.get(name, name)) for name in tensors)
     call = Call(
         image=image,
         symbol="xattn_forward",
         device=x.q.device,
-        shape=shape,
-        params=p,
-        slots=slots,
-        outputs=tuple(outputs),
-        aligned=aligned,
+        shape=Shape((forward.tiles, 1, 1), (body.warp_size * num_warps, 1, 1), shared),
+        params=forward.params,
+        slots=forward.slots(),
+        outputs=forward.outputs,
+        aligned=3,
         other_image=another,
     )
-    return call, tensors
+    return call, forward.tensors
 
 
-def _direct(t: Tensor) -> Tensor:
+def direct(t: Tensor) -> Tensor:
     """The tensor, or a copy of it whose rows start at multiples of 16 bytes."""
     return t if is_direct(t) and t.stride(-3) < 2**31 else t.clone(memory_format=torch.contiguous_format)
 

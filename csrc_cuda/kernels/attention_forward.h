@@ -191,7 +191,7 @@ struct AttentionForward {
                 for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
                 for (int e = 0; e < Arch::kElements; ++e)
                     largest[Arch::row_slot(e)] = max_of(largest[Arch::row_slot(e)], acc_s[g][n].x[e]);
-                scores.to_log2(largest);
+                Scores<Arch, Config>::to_log2(scores.p, largest);
                 if (soft[g].move_reference(largest, factor)) {
                     XATTN_UNROLL
                     for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
@@ -201,7 +201,8 @@ struct AttentionForward {
                 for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
                 for (int e = 0; e < Arch::kElements; ++e) {
                     const int r = Arch::row_slot(e);
-                    const float w = Arch::exp2(scores.relative(acc_s[g][n].x[e], soft[g].base(r)));
+                    const float w =
+                        Arch::exp2(Scores<Arch, Config>::relative(scores.p, acc_s[g][n].x[e], soft[g].base(r)));
                     acc_s[g][n].x[e] = w;
                     soft[g].row_sum[r] += w;
                 }

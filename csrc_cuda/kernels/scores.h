@@ -73,14 +73,16 @@ struct Scores {
     }
 
     // The largest products of rows, in the units of the softmax.
-    XATTN_DEVICE void to_log2(float (&largest)[Arch::kRowsPerLane]) const {
+    XATTN_DEVICE static void to_log2(const ForwardParams& p, float (&largest)[Arch::kRowsPerLane]) {
         if (!kPlain) return;
         XATTN_UNROLL
         for (int r = 0; r < Arch::kRowsPerLane; ++r) largest[r] *= p.scale;
     }
 
     // log2 of a weight relative to its row's reference.
-    XATTN_DEVICE float relative(float s, float base) const { return kPlain ? Arch::fma(s, p.scale, -base) : s - base; }
+    XATTN_DEVICE static float relative(const ForwardParams& p, float s, float base) {
+        return kPlain ? Arch::fma(s, p.scale, -base) : s - base;
+    }
 
     // One more key with logit `sink` (log2) and value 0: changes the base, the sum and the output's factor.
     XATTN_DEVICE static void add_sink(float sink, float& base, float& sum, float& inverse) {

@@ -1,8 +1,148 @@
-"""Hopper (sm_90): TMA and wgmma. Its capability is empty until its kernels are there: it refuses every kind of call."""
+"""Hopper (sm_90): TMA and wgmma, warp-specialised (csrc_cuda/arch/sm90)."""
 
-from ..capability import Capability
-from .base import Backend
+from __future__ import annotations
 
-CAPABILITY = Capability(vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}))
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
 
-BACKEND = Backend("sm90", native=True, capabilities=lambda: (CAPABILITY,))
+import torch
+from torch import Tensor
+
+from .. import forward_call, jit, launch
+from ..capability import Capability, HeadDims
+from ..device import Device
+from ..device import of as device_of
+from ..forward_call import FEATURES
+from ..images import ImageSpec
+from ..inputs import Inputs, is_direct
+from ..kernel_call import Call, Shape, TensorMap
+from ..launch_params import ForwardParams
+from ..problem import Problem, SizeBucket
+from .base import Backend, Config
+
+CAPABILITY = Capability(
+    vendors=frozenset({"nvidia"}),
+    archs=frozenset({"sm_90"}),
+    kinds=frozenset({"attention", "varlen"}),
+    dtypes=frozenset({("bf16", "bf16"), ("fp16", "fp16")}),
+    head_dim=HeadDims(largest=256, multiple_of=8),
+    head_dim_v=HeadDims(largest=256, multiple_of=8),
+    features=FEATURES,
+    nonempty=True,
+)
+
+_ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
+_DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
+# Tiles by the larger head dimension: (up to, tile_n, num_warpgroups, num_stages, keep_q).
+_TILES = (
+    (64, 128, 2, 4, True),
+    (96, 128, 2, 3, True),
+    (128, 128, 2, 2, True),
+    (192, 112, 2, 2, False),
+    (256, 80, 2, 2, False),
+)
+_TILE_NAMES = ("tile_n", "num_warpgroups", "num_stages", "keep_q")
+_SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)
+
+
+class Params(ctypes.Structure):
+    """Sm90Params of csrc_cuda/arch/sm90/forward.h, which is a multiple of 64 bytes."""
+
+    _fields_ = (
+        ("q", ctypes.c_uint64 * 16),
+        ("k", ctypes.c_uint64 * 16),
+        ("v", ctypes.c_uint64 * 16),
+        ("p", ForwardParams),
+        ("tiles", ctypes.c_int32),
+        ("padding", ctypes.c_byte * (-(ctypes.sizeof(ForwardParams) + 4) % 64)),
+    )
+
+
+def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
+    mask = {"": "none", "bool": "boolean", "additive": "added"}[problem.attn_mask]
+    config: Config = (*_tile(problem.head_dim, problem.head_dim_v), ("attn_mask", mask))
+    return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
+
+
+def _tile(head_dim: int, head_dim_v: int) -> tuple[tuple[str, int | bool], ...]:
+    d, dv = (next(n for n in _DIMS if dim <= n) for dim in (head_dim, head_dim_v))
+    row = next(row for row in _TILES if max(d, dv) <= row[0])
+    return (("head_dim", d), ("head_dim_v", dv), *zip(_TILE_NAMES, row[1:], strict=True))
+
+
+def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
+    x, options = inputs, dict(config)
+    sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
+    head_dim, head_dim_v, tile_n, groups, stages, _ = (int(n) for _, n in sizes)
+    tile_m = 64 * groups
+    bounded = x.causal or x.window_right is not None
+    heads = 32 // (x.num_heads_q // x.num_heads_kv) if bounded else 1
+    forward = forward_call.describe(x, tile_m, heads, _direct)
+    fields = (forward_call.element(x), *sizes, *forward_call.switches(x, forward.mask))
+    image, another = forward_call.choose(_ENTRY, fields, _ARCH)
+    base = Params.p.offset
+    params = Params(p=forward.params, tiles=forward.tiles)
+    panels = (-(-head_dim // 64), -(-head_dim_v // 64))
+    shared = 128 * (tile_m * panels[0] + stages * tile_n * sum(panels)) + 8 * (2 + 4 * stages)
+    q, k, v = (forward.tensors[n] for n in "qkv")
+    rows = ((Params.q, q, tile_m), (Params.k, k, tile_n), (Params.v, v, tile_n))
+    call = Call(
+        image=image,
+        symbol="xattn_forward",
+        device=x.q.device,
+        shape=Shape((min(forward.tiles, device_of(x.q.device).sm_count), 1, 1), (128 * (groups + 1), 1, 1), shared),
+        params=params,
+        slots=forward.slots(base),
+        outputs=tuple(replace(o, offset=base + o.offset) for o in forward.outputs),
+        aligned=3,
+        maps=tuple(_map(field.offset, n, t, box) for n, (field, t, box) in enumerate(rows)),
+        other_image=another,
+    )
+    return call, forward.tensors
+
+
+def _number(value: object) -> int | bool:
+    assert isinstance(value, int)
+    return value
+
+
+def _map(offset: int, number: int, t: Tensor, rows: int) -> TensorMap:
+    """(head_dim, row, head, sequence) in boxes of 64 columns and ``rows`` rows, swizzled by 128 bytes."""
+    if t.dim() == 3:
+        t = t[None]
+    order = (3, 1, 2, 0)
+    sizes = tuple(max(1, t.shape[n]) for n in order)
+    strides = tuple(2 if n == 3 else 2 * t.stride(n) if t.shape[n] > 1 else 16 for n in order)
+    element = 6 if t.dtype == torch.float16 else 9
+    return TensorMap(offset, number, element, sizes, strides, (64, rows, 1, 1), swizzle=3, l2_promotion=3)
+
+
+def _direct(t: Tensor) -> Tensor:
+    """The tensor, or a copy of it that TMA can read: rows at multiples of 16 bytes, no stride 0."""
+    moves = all(s > 0 or n <= 1 for s, n in zip(t.stride(), t.shape, strict=True))
+    return t if moves and is_direct(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def _images(arch: str) -> Iterator[ImageSpec]:
+    if arch != _ARCH:
+        return
+    for d in _DIMS:
+        for dv in _DIMS:
+            for name, chosen in forward_call.variants():
+                yield ImageSpec(_ENTRY, (("element", name), *_tile(d, dv), *chosen), arch)
+
+
+def _missing(device: Device) -> str:
+    return launch.missing() or jit.missing(_ARCH)
+
+
+BACKEND = Backend(
+    "sm90",
+    native=True,
+    capabilities=lambda: (CAPABILITY,),
+    prepare=_prepare,
+    config=_config,
+    missing=_missing,
+    images=_images,
+)

@@ -1,0 +1,82 @@
+// Hopper's asynchronous copies and what orders them: TMA, mbarriers, named barriers, register hand-over. PTX ISA.
+#pragma once
+
+#include "kernels/platform.h"
+
+namespace xattn {
+
+// A tensor as cuTensorMapEncodeTiled describes it; xattn/launch.py has it written into the parameter block.
+struct alignas(64) TensorMap {
+    u64 word[16];
+};
+
+// A barrier in shared memory whose phase ends when all expected arrivals and bytes are there.
+struct Barrier {
+    u32 address;
+
+    XATTN_DEVICE void init(u32 arrivals) const {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
+    }
+    XATTN_DEVICE void arrive() const {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+    }
+    XATTN_DEVICE void arrive_and_expect(u32 bytes) const {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+    }
+    XATTN_DEVICE void wait(u32 parity) const {
+        asm volatile(
+            "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra.uni "
+            "past;\nbra.uni again;\npast:\n}" ::"r"(address),
+            "r"(parity)
+            : "memory");
+    }
+};
+
+// A place in a ring of `stages` buffers, and the parity of its barrier's phase.
+template <int stages>
+struct Ring {
+    u32 stage;
+    u32 parity;
+    XATTN_DEVICE void next() {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+XATTN_DEVICE void make_barriers_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Plain writes to shared memory become visible to wgmma and TMA.
+XATTN_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+XATTN_DEVICE void tma_load(u32 target, const TensorMap* map, Barrier barrier, s32 col, s32 row, s32 head,
+                           s32 sequence) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(target),
+        "l"(map), "r"(barrier.address), "r"(col), "r"(row), "r"(head), "r"(sequence)
+        : "memory");
+}
+XATTN_DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+XATTN_DEVICE void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+XATTN_DEVICE void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+template <int n>
+XATTN_DEVICE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n));
+}
+template <int n>
+XATTN_DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
+}
+
+// True in one lane of a full warp.
+XATTN_DEVICE bool elected() {
+    u32 is;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is));
+    return is;
+}
+
+}  // namespace xattn
