@@ -19,6 +19,7 @@ ROWS = (
         "settings",
         "concurrency",
         "problem",
+        "places",
         "device_amd",
         "device_nvidia",
         "masks",
