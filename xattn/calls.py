@@ -55,7 +55,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
     q = given["q"]
     for name in ("q_scale", "k_scale", "v_scale"):
         kwargs[name] = validate.scale(name, kwargs[name], q)
-    if kwargs["dropout_p"] > 0 and kwargs["dropout_rng"] is None and kind != "paged":
+    if kwargs["dropout_p"] > 0 and kwargs["dropout_rng"] is None:
         if trace:
             kwargs["dropout_rng"] = rng.draw(q.device)
         else:
@@ -68,8 +68,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
         return Call(kind, positional, kwargs, given["out"], None, None)
     append = _append(given, kwargs)
     if append is not None:
-        if not torch.compiler.is_compiling():
-            _validate_append(append)
+        _validate_append(append)
         new, offsets = append["k_new"], append["cu_seqlens_new"]
         lengths = given["seqlens_k"] + (new.shape[1] if offsets is None else offsets[1:] - offsets[:-1])
         positional = (*positional[:4], lengths)
@@ -112,7 +111,14 @@ def repeated(
 def run(call: Call) -> Any:
     """Makes the call: everything the host can see is checked before anything is written."""
     compiling = torch.compiler.is_compiling()
-    if not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
+    if compiling and call.out is not None:
+        given = [t for t in (*call.positional, *call.kwargs.values()) if isinstance(t, Tensor)]
+        _check_out(call, torch.is_grad_enabled() and any(t.requires_grad for t in given))
+    if compiling and call.append is not None:
+        # The same checks as below, by an op that what is written depends on: lengths flow through it.
+        before = (*call.positional[:4], call.append["seqlens_k"])
+        call.append["seqlens_k"] = torch.ops.xattn.check_paged(*before, **call.kwargs, out=call.out)
+    elif not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
         inputs = ops.record(call.kind, call.positional, call.kwargs)
         check(call, inputs)
         at, backend = device_of(inputs.q.device), inputs.backend
@@ -120,14 +126,14 @@ def run(call: Call) -> Any:
         dispatch.must_answer(found, backend)
         if call.append is not None:
             validate.values(replace(inputs, seqlens_k=call.append["seqlens_k"]))
-    if call.append is not None:
-        torch.ops.xattn.append_paged(**call.append)
     positional = call.positional
-    if call.rotary is not None:
+    if call.rotary is not None:  # before anything is written: the tables may be too short for q
         q, _, _, _, lengths = positional
         positions = _query_positions(q, lengths, call.kwargs["cu_seqlens_q"])
         turned = torch.ops.xattn.rotary(q, positions, call.rotary.cos, call.rotary.sin, call.rotary.interleaved)
         positional = (turned, *positional[1:])
+    if call.append is not None:
+        torch.ops.xattn.append_paged(**call.append)
     if not compiling and autograd.transforms_active():
         inputs = ops.record(call.kind, positional, call.kwargs)
         wanted = [t is not None and t.is_floating_point() and t.dtype.itemsize > 1 for _, t in inputs.differentiable()]
@@ -168,7 +174,7 @@ def check(call: Call, inputs: Inputs) -> None:
     if call.rotary is not None:
         call.rotary.check(inputs.q)
     if call.out is not None:
-        _check_out(inputs, grads, call.out)
+        _check_out(call, bool(grads))
 
 
 def asked(inputs: Inputs) -> tuple[str, ...]:
@@ -211,8 +217,10 @@ def _functions(kwargs: dict[str, Any], given: dict[str, Any], device: torch.devi
     for role in _FUNCTIONS:
         if given[role] is None:
             continue
-        if torch.compiler.is_exporting():
-            raise UnsupportedError(f"{role}: user functions do not travel in exported modules; export without it")
+        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+            raise UnsupportedError(
+                f"{role}: user functions do not travel in exported modules, nor in traced ones; export without it"
+            )
         fn, aux = (epilogue.fn, epilogue.aux) if role == "epilogue" and epilogue else (given[role], ())
         key, tensors = fusion.trace(role, fn, device, aux)
         kwargs[role], kwargs[f"{role}_aux"] = key, tensors or None
@@ -241,22 +249,36 @@ def _validate_append(append: dict[str, Any]) -> None:
     for name in ("k_new", "v_new"):
         if append[name] is not None and append[name].requires_grad and torch.is_grad_enabled():
             allowed = "attention_paged has no gradient: call it under torch.no_grad()"
-            validate.fail(name, "a tensor that requires a gradient", allowed, RuntimeError)
+            validate.fail(name, "a tensor that requires a gradient", allowed)
+    for name in ("k_cache", "v_cache"):
+        validate.writable(name, append[name])
+    if torch.compiler.is_compiling():
+        return  # the op checks the rest
     validate.append(**{name: value for name, value in append.items() if not name.startswith("rotary")})
     if "rotary_cos" in append:
         Rotary(append["rotary_cos"], append["rotary_sin"], append["rotary_interleaved"]).check(append["k_new"])
 
 
-def _check_out(inputs: Inputs, grads: Sequence[str], out: Tensor) -> None:
+def _check_out(call: Call, grads: bool) -> None:
+    """Shape, dtype and device of ``out``; the same while torch.compile looks on."""
+    out, q = call.out, call.positional[0]
+    assert out is not None
     if grads or (torch.is_grad_enabled() and out.requires_grad):
         allowed = "out only under torch.no_grad(), or for inputs without gradients"
-        validate.fail("out", "a gradient is asked for", allowed, RuntimeError)
+        validate.fail("out", "a gradient is asked for", allowed)
     if out.layout is not torch.strided:
         validate.fail("out", str(out.layout), "a dense (strided) tensor")
-    wanted = (inputs.out_shape, inputs.dtype_out, inputs.q.device)
-    if (tuple(out.shape), out.dtype, out.device) != wanted:
+    shape = (*q.shape[:-1], call.positional[2].shape[-1])
+    dtype = call.kwargs.get("out_dtype")
+    if dtype is None:
+        cast = torch.is_autocast_enabled(q.device.type) if q.device.type in ("cpu", "cuda") else False
+        eligible = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        dtype = torch.get_autocast_dtype(q.device.type) if cast and eligible else q.dtype
+        dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != q.device:
         got = f"shape {tuple(out.shape)}, {out.dtype}, {out.device}"
-        validate.fail("out", got, f"shape {wanted[0]}, {wanted[1]}, {wanted[2]}")
+        validate.fail("out", got, f"shape {shape}, {dtype}, {q.device}")
+    validate.writable("out", out)
 
 
 def _query_positions(q: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:

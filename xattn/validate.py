@@ -9,6 +9,8 @@ word on a GPU.
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -32,7 +34,9 @@ def fail(name: str, got: object, allowed: str, error: type[Exception] = ValueErr
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """A finite number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        fail(name, type(value).__name__, "a number", TypeError)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's scalars are
+            fail(name, type(value).__name__, "a number", TypeError)
+        value = operator.index(value) if isinstance(value, numbers.Integral) else float(value)
     if not (low <= value <= high and -math.inf < value < math.inf):
         below, above = "" if low == -math.inf else f" from {low:g}", "" if high == math.inf else f" to {high:g}"
         fail(name, value, f"a finite number{below}{above}")
@@ -48,14 +52,16 @@ def flag(name: str, value: Any) -> bool:
 
 
 def count(name: str, value: Any, low: int = 0) -> int:
-    """A whole number, concrete or symbolic."""
+    """A whole number, concrete or symbolic; numpy's become Python's."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        fail(name, type(value).__name__, "a whole number", TypeError)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            fail(name, type(value).__name__, "a whole number", TypeError)
+        value = operator.index(value)
     if value < low:
         fail(name, value, f"a whole number from {low}")
     if isinstance(value, int) and value > _LARGEST:
         fail(name, value, f"a whole number up to {_LARGEST}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def window(value: Any) -> tuple[int | None, int | None]:
@@ -64,15 +70,17 @@ def window(value: Any) -> tuple[int | None, int | None]:
         return None, None
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         fail("window", repr(value), "None or (left, right), each None or a distance from 0", TypeError)
+    sides: list[int | None] = []
     for side in value:
         if side is None:
+            sides.append(None)
             continue
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt, numbers.Integral)):
             fail("window", f"{type(side).__name__} in {value!r}", "distances from 0, or None for unbounded", TypeError)
         if side < 0:
             fail("window", tuple(value), "distances from 0; use None, not a negative number, for a side without bound")
-        count("window", side)
-    return value[0], value[1]
+        sides.append(count("window", side))
+    return sides[0], sides[1]
 
 
 def tensor(name: str, value: Any, optional: bool = True) -> Tensor | None:
@@ -80,6 +88,8 @@ def tensor(name: str, value: Any, optional: bool = True) -> Tensor | None:
         return None
     if not isinstance(value, Tensor):
         fail(name, type(value).__name__, "a torch.Tensor" + (" or None" if optional else ""), TypeError)
+    if value.is_nested:
+        fail(name, "a nested tensor", "a dense (strided) tensor; packed sequences go to attention_varlen")
     return value
 
 
@@ -92,11 +102,27 @@ def alike(name: str, t: Tensor, first: Tensor, device: torch.device) -> None:
         fail(name, got, f"shape {tuple(first.shape)}, {first.dtype}, {device}: floats, all alike")
 
 
+def writable(name: str, t: Tensor) -> None:
+    """A tensor that can be written to: no two elements in one place, no inference tensor outside inference mode."""
+    if torch.compiler.is_compiling():  # sizes may be symbols: only what is expanded is seen
+        strides = [(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if s == 0 and n > 1]
+    elif t.is_inference() and not torch.is_inference_mode_enabled():
+        fail(name, "an inference tensor", "a tensor made outside torch.inference_mode(), or this call within it")
+    else:
+        strides = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else []
+    reach = 0  # of the dimensions so far: each next one must step beyond it
+    for stride, n in strides:
+        if stride <= reach:
+            fail(name, f"strides {t.stride()} for shape {tuple(t.shape)}", "a tensor whose elements do not overlap")
+        reach += stride * (n - 1)
+
+
 def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
     """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d."""
     if value is None or isinstance(value, Tensor):
         return value
-    return torch.full((), number(name, value), dtype=torch.float32, device=like.device)
+    top = torch.finfo(torch.float32).max
+    return torch.full((), number(name, value, -top, top), dtype=torch.float32, device=like.device)
 
 
 # ---------------------------------------------------------------- tensors of a call
@@ -119,7 +145,6 @@ def call(x: Inputs, grads: Sequence[str] = ()) -> None:
                 "q",
                 "a tensor that requires a gradient",
                 "attention_paged has no gradient: call it under torch.no_grad()",
-                RuntimeError,
             )
         if x.dtype_out not in _FLOAT:
             fail("out_dtype", x.dtype_out, "a dtype of 16 or more bits where a gradient is asked for")
@@ -270,8 +295,6 @@ def _numbers(x: Inputs) -> None:
     number("dropout_p", x.dropout_p, 0.0, 1.0)
     if x.softmax_scale is not None:
         number("softmax_scale", x.softmax_scale)
-    if x.dropout_p > 0 and x.kind == "paged":
-        fail("dropout_p", x.dropout_p, "0 in paged calls")
     if x.dropout_rng is not None:
         if x.dropout_rng.dtype != torch.int64:
             fail("dropout_rng", x.dropout_rng.dtype, "torch.int64", TypeError)

@@ -94,6 +94,7 @@ def test_all_ops_are_tested_here():
         "attention_backward",
         "attention_varlen_backward",
         "append_paged",
+        "check_paged",
         "rotary",
     }
 
@@ -150,6 +151,14 @@ def test_opcheck_paged(layout, options):
     if layout == "HND":
         p |= {n: p[n].transpose(1, 2).contiguous() for n in ("k_cache", "v_cache")}
     torch.library.opcheck(OPS.attention_paged, tuple(p.values()), options | {"kv_layout": layout})
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "out": torch.empty(2, 2, 4, 8)}], ids=["plain", "out"])
+def test_opcheck_check_paged(options):
+    """Lengths come back in a tensor of their own, so that what is written can depend on the check."""
+    p = pages([5, 9])
+    torch.library.opcheck(OPS.check_paged, tuple(p.values()), options)
+    assert torch.equal(OPS.check_paged(*p.values()), p["seqlens_k"])
 
 
 def test_opcheck_paged_with_packed_queries():
@@ -369,6 +378,94 @@ def test_compile_raises_what_eager_raises(compiled):
     q, k, v = qkv()
     with pytest.raises(Exception, match="heads"):
         compiled(lambda q, k, v: xattn.attention(q[:, :, :3], k, v))(q, k, v)
+
+
+WAYS = {"eager": {}, "compiled": {"fullgraph": False}, "one graph": {"fullgraph": True}}
+
+
+def in_way(way: str, f, **options):
+    torch._dynamo.reset()
+    return f if way == "eager" else torch.compile(f, backend="aot_eager", **WAYS[way])
+
+
+BAD_OUT = {
+    "shape that broadcasts": lambda: torch.full((2, 2, 5, 4, 8), 7.0),
+    "dtype": lambda: torch.full((2, 5, 4, 8), 7, dtype=torch.int32),
+    "narrower dtype": lambda: torch.full((2, 5, 4, 8), 7, dtype=torch.float16),
+    "device": lambda: torch.empty(2, 5, 4, 8, device="meta"),
+    "a gradient": lambda: torch.full((2, 5, 4, 8), 7.0, requires_grad=True),
+    "overlap": lambda: torch.full((2, 5, 1, 8), 7.0).expand(2, 5, 4, 8),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BAD_OUT)
+def test_out_is_checked_alike(way, name):
+    q, k, v = qkv(grad=False)
+    out = BAD_OUT[name]()
+    with pytest.raises(Exception, match="out: got .*allowed"):
+        in_way(way, lambda q, k, v, out: xattn.attention(q, k, v, out=out))(q, k, v, out)
+    assert out.device.type == "meta" or bool((out == 7).all())
+    with pytest.raises(Exception, match="out: got a gradient is asked for"):
+        in_way(way, lambda q, k, v, out: xattn.attention(q, k, v, out=out))(*qkv(), torch.empty(2, 5, 4, 8))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_out_of_the_right_kind_is_written(way, autocast):
+    q, k, v = qkv(grad=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        wanted = xattn.attention(q, k, v)
+        out = torch.full_like(wanted, 7)
+        in_way(way, lambda q, k, v, out: xattn.attention(q, k, v, out=out))(q, k, v, out)
+    torch.testing.assert_close(out, wanted)
+
+
+def _inference(*shape: int) -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
+SHORT = xattn.Rotary(torch.ones(4, 4), torch.ones(4, 4))
+REFUSED_BEFORE_WRITING = {
+    "a backend that cannot": ({"backend": "sdpa", "sinks": torch.zeros(4)}, "sinks"),
+    "out that overlaps": ({"out": torch.empty(2, 2, 1, 8).expand(2, 2, 4, 8)}, "out: got strides"),
+    "out of another shape": ({"out": torch.empty(3, 2, 2, 4, 8)}, "out: got shape"),
+    "out made in inference mode": ({"out": _inference(2, 2, 4, 8)}, "out: got an inference tensor"),
+    "values made in inference mode": ({"v_cache": _inference(6, 4, 2, 8)}, "v_cache: got an inference tensor"),
+    "a setting": ({"XATTN_VALIDATE": "1"}, "XATTN_VALIDATE is '1'"),
+    "rotary, too short for k_new": ({"rotary": SHORT}, "rotary: a token stands behind"),
+    "rotary, too short for q": ({"rotary": SHORT, "page_table": torch.arange(6).view(2, 3)}, "rotary: a token"),
+    "a gradient of q": ({"q": randn(2, 2, 4, 8, grad=True)}, "q: got a tensor that requires a gradient"),
+    "a gradient of k_new": ({"k_new": randn(2, 1, 2, 8, grad=True)}, "k_new: got a tensor that requires a gradient"),
+    "offsets of q": (
+        {"q": randn(4, 4, 8), "cu_seqlens_q": torch.tensor([0, 3, 2]), "max_seqlen_q": 4},
+        "cu_seqlens_q",
+    ),
+    "a page of older tokens": ({"page_table": torch.tensor([[9, 1, 2], [3, 4, 5]])}, "page_table"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", REFUSED_BEFORE_WRITING)
+def test_nothing_is_written_before_a_refusal(way, name, monkeypatch):
+    changes, words = REFUSED_BEFORE_WRITING[name]
+    given = {
+        "q": randn(2, 2, 4, 8),
+        "k_cache": torch.zeros(6, 4, 2, 8),
+        "v_cache": torch.zeros(6, 4, 2, 8),
+        "page_table": torch.arange(6).view(2, 3),
+        "seqlens_k": torch.tensor([5, 3]),
+        "k_new": randn(2, 1, 2, 8),
+        "v_new": randn(2, 1, 2, 8),
+    } | {n: x for n, x in changes.items() if not n.isupper()}
+    if name.endswith("for q"):  # its only sequence of two new tokens begins within the tables
+        given |= {"seqlens_k": torch.tensor([4, 4])}
+    for variable in changes.keys() - given.keys():
+        monkeypatch.setenv(variable, changes[variable])
+    with pytest.raises(Exception, match=words):
+        in_way(way, lambda given: xattn.attention_paged(**given))(given)
+    assert not given["k_cache"].any() and not given["v_cache"].any()
 
 
 # ---------------------------------------------------------------- export

@@ -294,7 +294,6 @@ def cases() -> list[Case]:
         bad(name, TypeError, True, 2.0, "2", NAN, torch.tensor(2))
         bad(name, ValueError, -1, 2**70)
     bad("num_splits", ValueError, 0)
-    bad("dropout_p", ValueError, 0.5, 1)
     for name in ("k_new", "v_new"):
         bad(name, TypeError, 3, [1.0], "new", to(torch.int32), to(torch.float16), to(torch.float8_e4m3fn))
         bad(
@@ -530,7 +529,7 @@ def test_out_and_gradients_exclude_each_other(kind, name):
     given = made(kind) | {"out": out_like(made(kind))}
     shape = {"attn_mask": (5, 6), "k_scale": ()}.get(name, (4,))
     given[name] = given.get(name, torch.ones(shape)).clone().requires_grad_()
-    with unchanged(given), pytest.raises(RuntimeError, match=r"^out: got .*gradient.*; allowed: .*no_grad"):
+    with unchanged(given), pytest.raises(ValueError, match=r"^out: got .*gradient.*; allowed: .*no_grad"):
         call(kind, given)
     with torch.no_grad():
         assert call(kind, given) is given["out"] and not given["out"].eq(7).any()
@@ -544,7 +543,7 @@ def test_paged_calls_have_no_gradient(kind, append, name):
     if name.endswith("_new") and not append:
         given |= {n: t for n, t in made(kind).items() if n in ("k_new", "v_new", "cu_seqlens_new")}
     given[name] = given.get(name, torch.ones(() if name == "k_scale" else (4,))).clone().requires_grad_()
-    with unchanged(given), pytest.raises(RuntimeError, match="gradient"):
+    with unchanged(given), pytest.raises(ValueError, match="gradient"):
         call(kind, given)
     with torch.no_grad():
         assert call(kind, given).isfinite().all()
