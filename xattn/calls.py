@@ -218,12 +218,19 @@ def _functions(kwargs: dict[str, Any], given: dict[str, Any], device: torch.devi
         if given[role] is None:
             continue
         if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
-            raise UnsupportedError(
-                f"{role}: user functions do not travel in exported modules, nor in traced ones; export without it"
-            )
+            _refuse_to_export(role)
         fn, aux = (epilogue.fn, epilogue.aux) if role == "epilogue" and epilogue else (given[role], ())
         key, tensors = fusion.trace(role, fn, device, aux)
         kwargs[role], kwargs[f"{role}_aux"] = key, tensors or None
+
+
+def _refuse_to_export(role: str) -> None:
+    raise UnsupportedError(
+        f"{role}: user functions do not travel in exported modules, nor in traced ones; export without it"
+    )
+
+
+_refuse_to_export._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced: the error is seen
 
 
 def _append(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:

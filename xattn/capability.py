@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.util import find_spec
 
@@ -91,6 +91,21 @@ class Capability:
     needs: frozenset[str] = frozenset()
     nonempty: bool = False
 
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: sets as sorted lists."""
+        orders = {"kinds": KINDS, "features": FEATURES, "grads": GRADS}
+        found: dict[str, object] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "dtypes":
+                value = [list(pair) for pair in sorted(value)]
+            elif isinstance(value, frozenset):
+                value = list(_sorted(value, orders.get(f.name, ())))
+            elif isinstance(value, HeadDims):
+                value = asdict(value)
+            found[f.name] = value
+        return found
+
     def is_for(self, device: Device) -> bool:
         """Whether it speaks of that device at all."""
         known = not self.archs or device.arch in self.archs
@@ -121,7 +136,9 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
         found.append(
             Refusal("dtype", "dtype", f"{p.dtype}/{p.dtype_kv}", tuple(f"{a}/{b}" for a, b in sorted(c.dtypes)))
         )
-    if p.dtype_out != p.dtype if not c.dtypes_out else p.dtype_out not in c.dtypes_out:
+    # Without a list of its own the output's dtype is that of q: of a q that is not answered there is nothing to say.
+    answered = any(p.dtype == q for q, _ in c.dtypes)
+    if p.dtype_out not in c.dtypes_out if c.dtypes_out else answered and p.dtype_out != p.dtype:
         found.append(Refusal("dtype_out", "out_dtype", p.dtype_out, _sorted(c.dtypes_out) or (p.dtype,)))
     if not c.head_dim.admits(p.head_dim):
         found.append(Refusal("head_dim", "head_dim", p.head_dim, (c.head_dim,)))

@@ -382,3 +382,13 @@ for _device in ("cpu", "cuda"):
     _LIBRARY.impl("check_paged", _autocast_kernel("paged", _device, "check_paged"), f"Autocast{_device.upper()}")
 _LIBRARY.impl("append_paged", _append, "CompositeExplicitAutograd")
 torch.library.register_fake("xattn::append_paged", _append_fake, lib=_LIBRARY)
+for _name, _words in {
+    "attention": "xattn.attention",
+    "attention_varlen": "xattn.attention_varlen",
+    "attention_paged": "xattn.attention_paged, without new tokens and rotary",
+    "append_paged": "what xattn.attention_paged does with k_new and v_new",
+    "check_paged": "all that xattn.attention_paged can be refused for; returns seqlens_k",
+    "rotary": "xattn.Rotary, applied to x at positions",
+}.items():
+    _packet = getattr(torch.ops.xattn, _name)
+    _packet.__doc__ = f"{_words}, as an op: see help(xattn.ops).\n\n{_packet.default._schema}"

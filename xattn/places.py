@@ -15,7 +15,7 @@ def parsed(name: str, value: Any) -> torch.device:
         raise TypeError(f"{name}: got {type(value).__name__}; allowed: {ALLOWED}")
     try:
         return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
-    except (RuntimeError, OverflowError) as error:
+    except (RuntimeError, OverflowError, ValueError, TypeError) as error:
         raise ValueError(f"{name}: got {value!r}; allowed: {ALLOWED}") from error
 
 

@@ -99,7 +99,8 @@ def alike(name: str, t: Tensor, first: Tensor, device: torch.device) -> None:
         fail(name, str(t.layout), "dense (strided) tensors")
     if (t.shape, t.dtype, t.device) != (first.shape, first.dtype, device) or t.dtype not in _FLOAT:
         got = f"shape {tuple(t.shape)}, {t.dtype}, {t.device}"
-        fail(name, got, f"shape {tuple(first.shape)}, {first.dtype}, {device}: floats, all alike")
+        dtype = first.dtype if first.dtype in _FLOAT else "a float dtype of 16 or more bits"
+        fail(name, got, f"shape {tuple(first.shape)}, {dtype}, {device}: all alike")
 
 
 def writable(name: str, t: Tensor) -> None:
@@ -376,20 +377,26 @@ def values(x: Inputs) -> None:
         offsets("cu_seqlens_k", x.cu_seqlens_k, x.k.shape[0], x.max_seqlen_k, "max_seqlen_k")
     if x.seqused_k is not None:
         room = x.k.shape[1] if x.kind == "attention" else present(x.cu_seqlens_k).diff()
-        status.report("seqlens_k", (x.seqused_k < 0) | (x.seqused_k > room), "seqused_k")
+        least = f"0 to {room}" if isinstance(room, int) else "0 to the length of its sequence in k"
+        status.report("seqlens_k", (x.seqused_k < 0) | (x.seqused_k > room), "seqused_k", x.seqused_k, least)
     if x.kind == "paged":
         page_table, seqlens_k = present(x.page_table), present(x.seqlens_k)
         tokens = page_table.shape[1] * x.page_size
-        status.report("seqlens_k", (seqlens_k < 0) | (seqlens_k > tokens), f"seqlens_k, room for {tokens} tokens")
+        allowed = f"0 to {tokens}, the tokens that the page table has room for"
+        status.report("seqlens_k", (seqlens_k < 0) | (seqlens_k > tokens), "seqlens_k", seqlens_k, allowed)
         first = torch.arange(page_table.shape[1], device=x.q.device) * x.page_size
         used = first < seqlens_k[:, None]
-        status.report("page_table", used & ((page_table < 0) | (page_table >= x.k.shape[0])))
+        bad = used & ((page_table < 0) | (page_table >= x.k.shape[0]))
+        status.report("page_table", bad, "page_table", page_table, f"page ids from 0, below num_pages, {x.k.shape[0]}")
 
 
 def offsets(name: str, cu_seqlens: Tensor, total: int, longest: int | None = None, longest_name: str = "") -> None:
     if cu_seqlens.shape[0] < 1:
         return
     length = cu_seqlens[1:] - cu_seqlens[:-1]
-    status.report("cu_seqlens", (cu_seqlens[:1] != 0) | (cu_seqlens[-1:] > total) | (length < 0).any(), name)
+    bad = (cu_seqlens[:1] != 0) | (cu_seqlens[-1:] > total) | (length < 0).any()
+    allowed = f"offsets from 0, never decreasing, up to the {total} tokens that are packed"
+    status.report("cu_seqlens", bad.any(), name, cu_seqlens, allowed)
     if longest is not None:
-        status.report("max_seqlen", length > longest, f"{longest_name} = {longest}")
+        allowed = "at least the longest sequence, which " + name + " tells"
+        status.report("max_seqlen", length > longest, longest_name, longest, allowed)

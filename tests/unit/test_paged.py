@@ -289,3 +289,41 @@ def test_a_refusal_writes_nothing(target):
     with pytest.raises(xattn.UnsupportedError):
         step.run(cases.Target(backend, "cpu"))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(step.caches, before, strict=True)), "the cache was written"
+
+
+# ---------------------------------------------------------------- dropout
+def dropout_cache(batch: int, seqlen: int, page_size: int, device: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v of whole sequences, and a page table for k and v cut into pages."""
+    columns = -(-seqlen // page_size)
+    g = torch.Generator().manual_seed(seqlen)
+    q = torch.randn(batch, seqlen, 4, 16, generator=g).to(device)
+    k, v = (torch.randn(batch, columns * page_size, 2, 16, generator=g).to(device) for _ in range(2))
+    return q, k, v, torch.arange(batch * columns, device=device).view(batch, columns)
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (4, 0)}], ids=str)
+@pytest.mark.parametrize("new", [1, 4, 11])
+def test_dropout_follows_positions(target, p, options, new):
+    """Whole or token by token, paged or dense: the same weights are dropped."""
+    q, k, v, table = dropout_cache(2, 11, 4, target.device)
+    rng = torch.tensor([5, 6], device=target.device)
+    given = {"dropout_p": p, "dropout_rng": rng, "backend": "reference", **options}
+    want = xattn.attention(q, k[:, :11], v[:, :11], **given)
+    pages = [t.reshape(-1, 4, 2, 16) for t in (k, v)]
+    lengths = torch.full((2,), 11, device=target.device)
+    got = xattn.attention_paged(q[:, 11 - new :], *pages, table, lengths, **given)
+    torch.testing.assert_close(got, want[:, 11 - new :], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_dropout_is_drawn_from_torchs_generator(target, append):
+    q, k, v, table = dropout_cache(2, 8, 4, target.device)
+    pages = [t.reshape(-1, 4, 2, 16) for t in (k, v)]
+    lengths = torch.full((2,), 7 if append else 8, device=target.device)
+    new = {"k_new": k[:, 7:], "v_new": v[:, 7:]} if append else {}
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(xattn.attention_paged(q[:, :1], *pages, table, lengths, dropout_p=0.5, **new))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])

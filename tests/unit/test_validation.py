@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -190,6 +192,8 @@ def cases() -> list[Case]:
             NAN,
             INF,
             -INF,
+            1e39,
+            -1e39,
             10**400,
             *(torch.ones(s) for s in ((1,), (2,), (4,), (2, 4), (1, 2), (2, 2, 1))),
         )
@@ -385,6 +389,69 @@ def test_explain_raises_as_the_call_does(case):
 
 
 @each_kind
+def test_numbers_of_numpy_are_numbers(kind):
+    given = made(kind)
+    plain = {"window": (1, None), "softmax_scale": 0.5, "softcap": 30.0, "q_scale": 2.0, "backend": "reference"}
+    ones = {n: np.float32(x) if isinstance(x, float) else x for n, x in plain.items()} | {"window": (np.int64(1), None)}
+    if "max_seqlen_q" in given:
+        ones["max_seqlen_q"] = np.int32(given["max_seqlen_q"])
+    assert torch.equal(call(kind, made(kind) | ones), call(kind, made(kind) | plain))
+    for name in ("window", "softmax_scale", "softcap", "dropout_p"):
+        value = np.bool_(True)
+        with pytest.raises(TypeError, match=f"^{name}: got bool"):
+            call(kind, given | {name: (value, 0) if name == "window" else value})
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("kind, name", [(k, n) for k in KINDS for n in (*POSITIONAL[k][:3], "attn_mask", "k_new")])
+def test_nested_tensors(kind, name, layout):
+    if name == "k_new" and kind not in ("paged", "packed"):
+        name = "sinks"
+    nested = torch.nested.nested_tensor([randn(3, 4, 8), randn(2, 4, 8)], layout=layout)
+    for question in (call, explain):
+        with pytest.raises(ValueError, match=f"^{name}: got a nested tensor; allowed: a dense"):
+            question(kind, made(kind) | {name: nested})
+
+
+@pytest.mark.parametrize("value, error", [([], ValueError), (None, ValueError), ("ring", ValueError)])
+def test_kinds_of_questions(value, error):
+    with pytest.raises(error, match="^kind: got .*; allowed: attention, varlen, paged"):
+        xattn.explain(*made("attention").values(), kind=value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), "hpu", "meta", "sm_90", "gfx942"])
+def test_devices_of_questions(device):
+    assert xattn.explain(*made("attention").values(), device=device).backend
+    found = xattn.capabilities(device)
+    assert json.loads(json.dumps(found.as_dict()))["device"]["arch"] == found.device.arch
+
+
+@pytest.mark.parametrize("device, error", [("foo", ValueError), ("", ValueError), ([], TypeError), (1.5, TypeError)])
+def test_devices_that_are_none(device, error):
+    for question in (lambda: xattn.explain(*made("attention").values(), device=device), xattn.capabilities):
+        with pytest.raises(error, match="^device: got .*; allowed: a torch device, an architecture by name"):
+            question() if question is not xattn.capabilities else question(device)
+
+
+def test_capabilities_for_json():
+    found = xattn.capabilities("cpu").as_dict()
+    assert list(found) == ["device", "backends", "refused"]
+    able = found["backends"]["sdpa"]
+    assert able["kinds"] == ["attention", "varlen", "paged"] and ["bf16", "bf16"] in able["dtypes"]
+    assert able["head_dim"] == {"smallest": 1, "largest": 0, "multiple_of": 1}
+    assert found["refused"]["sm80"]["code"] == "vendor"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_refused_dtype_says_nothing_of_the_output(dtype):
+    given = {n: t.to(dtype) for n, t in made("attention").items()}
+    with pytest.raises(xattn.UnsupportedError) as caught:
+        call("attention", given, backend="sdpa")
+    assert [r.field for r in caught.value.rejected["sdpa"]] == ["dtype"]
+
+
+@each_kind
 @pytest.mark.parametrize("window", [(-1, 0), (0, -1), (-1, -1), (None, -1)])
 def test_a_negative_window_names_none(kind, window):
     with pytest.raises(ValueError, match=r"^window: got .*-1.*; allowed: .*None"):
@@ -495,8 +562,9 @@ def test_bad_values_raise_at_once_and_nothing_is_written(kind, append, changes, 
         given = made(kind, append) | changes
         if with_out:
             given["out"] = out_like(given)
-        with unchanged(given), pytest.raises(xattn.DeviceValueError, match=match):
+        with unchanged(given), pytest.raises(xattn.DeviceValueError, match=match) as caught:
             call(kind, given)
+        assert re.match(r"\w+: got (\[?-?\d).*; allowed: .+", str(caught.value)), str(caught.value)
     xattn.check_errors()  # raised already: nothing is left to be told
 
 
@@ -583,6 +651,7 @@ def parts(n: int = 2, packed: bool = False) -> tuple[list[torch.Tensor], list[to
         (lambda o, s: ([o[0], o[1][None]], s), ValueError, "outs"),
         (lambda o, s: ([o[0], o[1].to("meta")], s), ValueError, "outs"),
         (lambda o, s: ([x.int() for x in o], s), ValueError, "outs"),
+        (lambda o, s: ([x.to(torch.float8_e4m3fn) for x in o], s), ValueError, "outs"),
         (lambda o, s: (o, [x.int() for x in s]), ValueError, "lses"),
         (lambda o, s: (o, [s[0], s[1].double()]), ValueError, "lses"),
         (lambda o, s: (o, [s[0], s[1].to("meta")]), ValueError, "lses"),
