@@ -330,5 +330,7 @@ def test_dropout_is_drawn_from_torchs_generator(target, append):
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        found.append(xattn.attention_paged(q[:, :1], *pages, table, lengths, dropout_p=0.5, backend=target.backend, **new))
+        found.append(
+            xattn.attention_paged(q[:, :1], *pages, table, lengths, dropout_p=0.5, backend=target.backend, **new)
+        )
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
