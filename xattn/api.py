@@ -211,7 +211,8 @@ def attention_paged(
         page_table: (batch, max_pages), int32 or int64: the pages of each sequence; what stands behind its length is
             never looked at.
         seqlens_k: (batch,), int32 or int64: tokens in the cache before the call. It is not modified.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, the new tokens included: hints.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, the new tokens included; None is right too, and may be
+            slower.
         k_new, v_new: (batch, seqlen_new, heads_kv, head_dim), or packed with cu_seqlens_new (batch + 1,): written
             behind the seqlens_k tokens, and part of the attention. The cache is changed. Scales divide them; fp8 caches
             clamp them. v_new may be left out where v_cache is a view of k_cache.

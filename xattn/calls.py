@@ -117,7 +117,9 @@ def run(call: Call) -> Any:
     if compiling and call.append is not None:
         # The same checks as below, by an op that what is written depends on: lengths flow through it.
         before = (*call.positional[:4], call.append["seqlens_k"])
-        call.append["seqlens_k"] = torch.ops.xattn.check_paged(*before, **call.kwargs, out=call.out)
+        call.append["seqlens_k"] = torch.ops.xattn.check_paged(
+            *before, **call.kwargs, out=call.out, lengths=call.positional[4]
+        )
     elif not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
         inputs = ops.record(call.kind, call.positional, call.kwargs)
         check(call, inputs)
@@ -125,7 +127,7 @@ def run(call: Call) -> Any:
         found = dispatch.plan(inputs.problem(asked(inputs)), inputs.size_bucket(), at, backend=backend)
         dispatch.must_answer(found, backend)
         if call.append is not None:
-            validate.values(replace(inputs, seqlens_k=call.append["seqlens_k"]))
+            validate.values(replace(inputs, seqlens_k=call.append["seqlens_k"]), call.positional[4])
     positional = call.positional
     if call.rotary is not None:  # before anything is written: the tables may be too short for q
         q, _, _, _, lengths = positional

@@ -80,7 +80,7 @@ class Capability:
     least_arch: str = ""
     kinds: frozenset[str] = frozenset()
     dtypes: frozenset[tuple[str, str]] = frozenset()
-    dtypes_out: frozenset[str] = frozenset()  # empty: the dtype of q
+    dtypes_out: frozenset[str] = frozenset()  # empty: the dtype of q, bf16 where that is fp8
     head_dim: HeadDims = HeadDims()
     head_dim_v: HeadDims = HeadDims()
     same_head_dim: bool = False
@@ -136,10 +136,9 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
         found.append(
             Refusal("dtype", "dtype", f"{p.dtype}/{p.dtype_kv}", tuple(f"{a}/{b}" for a, b in sorted(c.dtypes)))
         )
-    # Without a list of its own the output's dtype is that of q: of a q that is not answered there is nothing to say.
-    answered = any(p.dtype == q for q, _ in c.dtypes)
-    if p.dtype_out not in c.dtypes_out if c.dtypes_out else answered and p.dtype_out != p.dtype:
-        found.append(Refusal("dtype_out", "out_dtype", p.dtype_out, _sorted(c.dtypes_out) or (p.dtype,)))
+    usual = "bf16" if p.dtype.startswith("fp8") else p.dtype
+    if p.dtype_out not in (c.dtypes_out or {usual}):
+        found.append(Refusal("dtype_out", "out_dtype", p.dtype_out, _sorted(c.dtypes_out) or (usual,)))
     if not c.head_dim.admits(p.head_dim):
         found.append(Refusal("head_dim", "head_dim", p.head_dim, (c.head_dim,)))
     if not c.head_dim_v.admits(p.head_dim_v):

@@ -64,7 +64,7 @@ for _name, _head in _HEADS.items():
     _LIBRARY.define(f"{_name}({_head}{_TAIL}, bool[]? needs_grad=None) -> (Tensor, Tensor)")
     if _name != "attention_paged":
         _LIBRARY.define(f"{_name}_backward({_BACKWARD}{_head}{_TAIL}) -> Tensor[]")
-_LIBRARY.define(f"check_paged({_HEADS['attention_paged']}{_TAIL}, Tensor? out=None) -> Tensor")
+_LIBRARY.define(f"check_paged({_HEADS['attention_paged']}{_TAIL}, Tensor? out=None, Tensor? lengths=None) -> Tensor")
 _LIBRARY.define("rotary(Tensor x, Tensor positions, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor")
 _LIBRARY.define(
     "append_paged(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor seqlens_k, Tensor k_new, "
@@ -262,20 +262,20 @@ def _backward_autograd_kernel(kind: str):
     return kernel
 
 
-def _check(*args, out=None, **kwargs):
+def _check(*args, out=None, lengths=None, **kwargs):
     """All that a paged call can be refused for, as an op: what is written can be made to depend on it."""
     inputs = record("paged", args, kwargs)
     settings.validate_on_device()
     validate.call(inputs)
     _plan(inputs, ())
-    validate.values(inputs)
+    validate.values(inputs, lengths)
     for name, t in (("k_cache", inputs.k), ("v_cache", inputs.v), ("out", out)):
         if t is not None:
             validate.writable(name, t)
     return present(inputs.seqlens_k).clone()
 
 
-def _check_fake(*args, out=None, **kwargs):
+def _check_fake(*args, out=None, lengths=None, **kwargs):
     inputs = record("paged", args, kwargs)
     validate.call(inputs)
     return torch.empty_like(present(inputs.seqlens_k))

@@ -369,8 +369,11 @@ def append(
 
 
 # ---------------------------------------------------------------- values on the device
-def values(x: Inputs) -> None:
-    """Checks lengths, offsets and page ids where they are: raises on the CPU, sets the status word on a GPU."""
+def values(x: Inputs, lengths: Tensor | None = None) -> None:
+    """Checks lengths, offsets and page ids where they are: raises on the CPU, sets the status word on a GPU.
+
+    ``lengths``: of a paged call whose new tokens are not written yet, with them; ``x.seqlens_k`` is without them.
+    """
     if x.cu_seqlens_q is not None:
         offsets("cu_seqlens_q", x.cu_seqlens_q, x.q.shape[0], x.max_seqlen_q, "max_seqlen_q")
     if x.cu_seqlens_k is not None:
@@ -384,6 +387,10 @@ def values(x: Inputs) -> None:
         tokens = page_table.shape[1] * x.page_size
         allowed = f"0 to {tokens}, the tokens that the page table has room for"
         status.report("seqlens_k", (seqlens_k < 0) | (seqlens_k > tokens), "seqlens_k", seqlens_k, allowed)
+        longest = seqlens_k if lengths is None else lengths
+        if x.max_seqlen_k:
+            bound = "at least the longest sequence in the cache, with its new tokens"
+            status.report("max_seqlen", longest > x.max_seqlen_k, "max_seqlen_k", x.max_seqlen_k, bound)
         first = torch.arange(page_table.shape[1], device=x.q.device) * x.page_size
         used = first < seqlens_k[:, None]
         bad = used & ((page_table < 0) | (page_table >= x.k.shape[0]))

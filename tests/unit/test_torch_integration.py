@@ -444,6 +444,7 @@ REFUSED_BEFORE_WRITING = {
         {"q": randn(4, 4, 8), "cu_seqlens_q": torch.tensor([0, 3, 2]), "max_seqlen_q": 4},
         "cu_seqlens_q",
     ),
+    "a bound too small for the new tokens": ({"max_seqlen_k": 5}, "max_seqlen_k: got 5"),
     "a page of older tokens": ({"page_table": torch.tensor([[9, 1, 2], [3, 4, 5]])}, "page_table"),
 }
 

@@ -533,6 +533,8 @@ def values() -> list[Any]:
             bad(kind, f"page_{words}_append", "page_table", True, page_table=torch.tensor(pages))
         bad(kind, "seqlens_k_negative_append", "seqlens_k", True, seqlens_k=torch.tensor([5, -1]))
         bad(kind, "seqlens_k_very_negative_append", "seqlens_k", True, seqlens_k=torch.tensor([-9, 3]))
+        bad(kind, "max_seqlen_k", "max_seqlen_k: got 4", max_seqlen_k=4)
+        bad(kind, "max_seqlen_k_append", "max_seqlen_k: got 5", True, max_seqlen_k=5)
         bad(kind, "no_room", "room", True, seqlens_k=torch.tensor([3, 8]))
         bad(kind, "room_for_one_of_two", "room", True, seqlens_k=torch.tensor([7, 3]))
         bad(
