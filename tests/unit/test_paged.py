@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import xattn
+from xattn.inputs import Inputs
+from xattn.segments import segments
 
 
 @cases.parametrize("paged")
@@ -334,3 +336,23 @@ def test_dropout_is_drawn_from_torchs_generator(target, append):
             xattn.attention_paged(q[:, :1], *pages, table, lengths, dropout_p=0.5, backend=target.backend, **new)
         )
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bound, extent", [(0, 32), (9, 9), (99, 32)])
+def test_what_is_gathered_ends_at_the_bound(packed, bound, extent):
+    """Where the host does not know the lengths."""
+    shape = (4, 6, 16) if packed else (2, 2, 6, 16)
+    index = {"page_table": (2, 8), "seqlens_k": (2,), **({"cu_seqlens_q": (3,)} if packed else {})}
+    x = Inputs(
+        kind="paged",
+        q=torch.empty(shape, device="meta"),
+        **{n: torch.empty(16, 4, 3, 16, device="meta") for n in "kv"},
+        **{n: torch.empty(s, dtype=torch.int32, device="meta") for n, s in index.items()},
+        kv_layout="NHD",
+        max_seqlen_q=2,
+        max_seqlen_k=bound,
+    )
+    found = list(segments(x, 1 << 20))
+    assert [s.extent_k for s in found] == [extent]
+    assert found[0].gather_k(x.k).shape == (2, extent, 3, 16)

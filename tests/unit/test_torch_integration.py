@@ -376,6 +376,27 @@ def test_compile_mask_mod(compiled):
     assert not torch.allclose(wanted, xattn.attention(*x))
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: {"score_mod": lambda s, b, h, i, j: s + h},
+        lambda x: {"mask_mod": lambda b, h, i, j: i >= j},
+        lambda x: {"epilogue": xattn.epilogues.residual(x)},
+        lambda x: {"epilogue": xattn.epilogues.residual(x * 2)},
+    ],
+    ids=["score_mod", "mask_mod", "epilogue", "epilogue of a result"],
+)
+def test_compile_functions_made_inside(compiled, made):
+    """As the README says: what captures nothing, and ready-made epilogues."""
+
+    def f(q, k, v, x):
+        return xattn.attention(q, k, v, **made(x))
+
+    x = (*qkv(grad=False), randn(2, 5, 4, 8))
+    all_equal([compiled(f)(*x)], [f(*x)])
+    assert graphs() == 1
+
+
 def test_compile_raises_what_eager_raises(compiled):
     q, k, v = qkv()
     with pytest.raises(Exception, match="heads"):
