@@ -136,7 +136,7 @@ install_xattn() {
         say "installing xattn[$extra${gpu:+,$gpu}]"
         # The constraint: what a dependency wants of torch may fail, but must not replace it.
         echo "torch==$TORCH_VERSION" >"$VENV/constraints.txt"
-        "$VENV/bin/pip" install --quiet --constraint "$VENV/constraints.txt" "${ROOT}[$extra${gpu:+,$gpu}]"
+        "$VENV/bin/pip" install --constraint "$VENV/constraints.txt" "${ROOT}[$extra${gpu:+,$gpu}]"
         echo "$wanted" >"$stamp"
     elif [[ $(cat "$sources" 2>/dev/null) != "$tree" ]]; then
         say "installing the changed xattn"

@@ -1,6 +1,8 @@
 """xattn: one attention API for fleets that mix NVIDIA and AMD GPUs. Importing needs no GPU and creates no context."""
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
 from .api import (
     Capabilities,
@@ -22,6 +24,14 @@ from .errors import DeviceValueError, FallbackWarning, OutOfPagesError, Unsuppor
 from .fusion import Epilogue, epilogues
 from .paged import PagedKVCache
 from .rotary import Rotary
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The drop-ins, imported where they are used: their libraries are large, and may be absent."""
+    if name == "compat":
+        return import_module(".compat", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 try:
     __version__ = version("xattn")

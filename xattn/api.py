@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -91,7 +91,8 @@ def attention(
         attn_mask, mask_mod) may reach rows that see other keys, as 0 * NaN.
 
     Raises:
-        TypeError, ValueError: an argument is not what is allowed; nothing was launched or written.
+        TypeError, ValueError: an argument is not what is allowed, out given where a gradient is asked for; nothing was
+            launched or written.
         UnsupportedError: no backend, or not the one named, answers; the refusals are listed. Also for forward-mode
             derivatives (torch.func.jvp, jacfwd, hessian) and for out under a torch.func transform.
     """
@@ -268,8 +269,8 @@ def attention_paged(
         page_table: (batch, max_pages), int32 or int64: the pages of each sequence; what stands behind its length is
             never looked at.
         seqlens_k: (batch,), int32 or int64: tokens in the cache before the call. It is not modified.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, the new tokens included: hints. A max_seqlen_q below
-            the seqlen_q of q is an error.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, the new tokens included; None is right too, and may be
+            slower. A max_seqlen_q below the seqlen_q of q is an error.
         k_new, v_new: (batch, seqlen_new, heads_kv, head_dim), or packed with cu_seqlens_new (batch + 1,): written
             behind the seqlens_k tokens, and part of the attention. The cache is changed. Scales, above 0 then, divide
             them; fp8 caches clamp them. v_new may be left out where v_cache is a view of k_cache.
@@ -278,6 +279,8 @@ def attention_paged(
             one part.
         attn_mask: boolean (total_q, max_seqlen_q), a tree mask: which of the sequence's new tokens each query sees;
             older keys are visible. The queries are then the newest tokens.
+        dropout_p, dropout_rng: as in ``attention``; the mask follows positions in the sequence, so one (seed,
+            offset) drops the same in prefill and decode.
         Everything else: see ``attention``.
 
     Returns:
@@ -285,8 +288,9 @@ def attention_paged(
         total_q).
 
     Raises:
-        As ``attention_varlen``; also DeviceValueError for a page id or length out of range, and for new tokens without
-        room: on the CPU before anything is written, on a GPU those are not written and ``check_errors`` raises.
+        As ``attention_varlen``; ValueError where a gradient is asked for; also DeviceValueError for a page id or length
+        out of range, and for new tokens without room: on the CPU before anything is written, on a GPU those are not
+        written and ``check_errors`` raises.
     """
     given = {
         "q": q,
@@ -389,7 +393,7 @@ def explain(*args: Any, kind: str = "attention", device: Any = None, **kwargs: A
         "varlen": attention_varlen,
         "paged": attention_paged,
     }
-    if kind not in functions:
+    if not isinstance(kind, str) or kind not in functions:
         validate.fail("kind", repr(kind), ", ".join(functions))
     bound = inspect.signature(functions[kind]).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -417,7 +421,7 @@ def batch_invariant() -> Iterator[None]:
 
 def check_errors(device: torch.device | str | int | None = None) -> None:
     """Waits for the GPU (all that xattn used, or ``device``) and raises DeviceValueError with what kernels reported;
-    clears it.
+    clears it. ValueError for a device that is not here, TypeError for what is none.
 
     Values that only the device can see (lengths, offsets, page ids) are checked there without stopping the host. With
     the environment variable XATTN_VALIDATE=device every call does this. On the CPU bad values raise at once.
@@ -451,6 +455,14 @@ class Capabilities:
         lines += [f"  {name}: no ({refusal})" for name, refusal in self.refused]
         return "\n".join(lines)
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "device": asdict(self.device),
+            "backends": {name: capability.as_dict() for name, capability in self.backends},
+            "refused": {name: refusal.as_dict() for name, refusal in self.refused},
+        }
+
 
 def capabilities(device: Any = None) -> Capabilities:
     """What can be asked of a device, as data. ``device``: as in ``explain``; default is the best device here."""
@@ -470,10 +482,13 @@ def _device(device: Any) -> Device:
         return device
     if isinstance(device, torch.device):
         return device_of(device)
-    if isinstance(device, str):
-        if device.split(":")[0] in ("cuda", "meta", "mps", "xpu"):
-            return device_of(torch.device(device))
+    allowed = "a torch device, an architecture by name (sm_90, gfx942, cpu), an xattn Device, or None"
+    if not isinstance(device, str):
+        validate.fail("device", type(device).__name__, allowed, TypeError)
+    try:
         return from_arch(device)
-    return validate.fail(
-        "device", type(device).__name__, "a torch.device, an architecture by name, an xattn Device, or None", TypeError
-    )
+    except ValueError as no_arch:
+        try:
+            return device_of(torch.device(device))
+        except RuntimeError:
+            raise ValueError(f"device: got {device!r}; allowed: {allowed}. {no_arch}") from None

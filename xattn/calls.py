@@ -56,7 +56,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
     q = given["q"]
     for name in ("q_scale", "k_scale", "v_scale"):
         kwargs[name] = validate.scale(name, kwargs[name], q)
-    if kwargs["dropout_p"] > 0 and kwargs["dropout_rng"] is None and kind != "paged":
+    if kwargs["dropout_p"] > 0 and kwargs["dropout_rng"] is None:
         if trace:
             kwargs["dropout_rng"] = rng.draw(q.device)
         else:
@@ -69,8 +69,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
         return Call(kind, positional, kwargs, given["out"], None, None)
     append = _append(given, kwargs)
     if append is not None:
-        if not torch.compiler.is_compiling():
-            _validate_append(append)
+        _validate_append(append)
         new, offsets = append["k_new"], append["cu_seqlens_new"]
         lengths = given["seqlens_k"] + (new.shape[1] if offsets is None else offsets[1:] - offsets[:-1])
         positional = (*positional[:4], lengths)
@@ -116,7 +115,16 @@ def run(call: Call) -> Any:
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _refuse_transforms(call)
-    if not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
+    if compiling and call.out is not None:
+        given = [t for t in (*call.positional, *call.kwargs.values()) if isinstance(t, Tensor)]
+        _check_out(call, torch.is_grad_enabled() and any(t.requires_grad for t in given))
+    if compiling and call.append is not None:
+        # The same checks as below, by an op that what is written depends on: lengths flow through it.
+        before = (*call.positional[:4], call.append["seqlens_k"])
+        call.append["seqlens_k"] = torch.ops.xattn.check_paged(
+            *before, **call.kwargs, out=call.out, lengths=call.positional[4]
+        )
+    elif not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
         inputs = ops.record(call.kind, call.positional, call.kwargs)
         check(call, inputs)
         at, backend = device_of(inputs.q.device), inputs.backend
@@ -125,14 +133,14 @@ def run(call: Call) -> Any:
         if call.append is not None:
             _validate_appended(inputs, call.append)
         _probe_functions(inputs)
-    if call.append is not None:
-        torch.ops.xattn.append_paged(**call.append)
     positional = call.positional
-    if call.rotary is not None:
+    if call.rotary is not None:  # before anything is written: the tables may be too short for q
         q, _, _, _, lengths = positional
         positions = _query_positions(q, lengths, call.kwargs["cu_seqlens_q"])
         turned = torch.ops.xattn.rotary(q, positions, call.rotary.cos, call.rotary.sin, call.rotary.interleaved)
         positional = (turned, *positional[1:])
+    if call.append is not None:
+        torch.ops.xattn.append_paged(**call.append)
     if not compiling and autograd.transforms_active():
         inputs = ops.record(call.kind, positional, call.kwargs)
         if call.kind == "paged":
@@ -190,7 +198,7 @@ def check(call: Call, inputs: Inputs) -> None:
     if call.rotary is not None:
         call.rotary.check(inputs.q)
     if call.out is not None:
-        _check_out(inputs, grads, call.out)
+        _check_out(call, bool(grads))
 
 
 def asked(inputs: Inputs) -> tuple[str, ...]:
@@ -250,11 +258,20 @@ def _functions(kind: str, kwargs: dict[str, Any], given: dict[str, Any], lengths
     for role in _FUNCTIONS:
         if given[role] is None:
             continue
-        if torch.compiler.is_exporting():
-            raise UnsupportedError(f"{role}: user functions do not travel in exported modules; export without it")
+        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+            _refuse_to_export(role)
         fn = epilogue.fn if role == "epilogue" and epilogue else given[role]
         key, tensors = fusion.trace(role, fn, given["q"].device, aux if role == "epilogue" else ())
         kwargs[role], kwargs[f"{role}_aux"] = key, tensors or None
+
+
+def _refuse_to_export(role: str) -> None:
+    raise UnsupportedError(
+        f"{role}: user functions do not travel in exported modules, nor in traced ones; export without it"
+    )
+
+
+_refuse_to_export._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced: the error is seen
 
 
 def _epilogue_aux(kind: str, epilogue: Epilogue, given: dict[str, Any], lengths: Tensor | None) -> tuple[Tensor, ...]:
@@ -307,7 +324,11 @@ def _validate_append(append: dict[str, Any]) -> None:
     for name in ("k_new", "v_new"):
         if append[name] is not None and append[name].requires_grad and torch.is_grad_enabled():
             allowed = "attention_paged has no gradient: call it under torch.no_grad()"
-            validate.fail(name, "a tensor that requires a gradient", allowed, RuntimeError)
+            validate.fail(name, "a tensor that requires a gradient", allowed)
+    for name in ("k_cache", "v_cache"):
+        validate.writable(name, append[name])
+    if torch.compiler.is_compiling():
+        return  # the op checks the rest
     validate.append(**{name: value for name, value in append.items() if not name.startswith("rotary")})
     if "rotary_cos" in append:
         Rotary(append["rotary_cos"], append["rotary_sin"], append["rotary_interleaved"]).check(append["k_new"])
@@ -317,7 +338,7 @@ def _validate_appended(inputs: Inputs, append: dict[str, Any]) -> None:
     """Values, before a token is written."""
     if append["cu_seqlens_new"] is not None:
         validate.offsets("cu_seqlens_new", append["cu_seqlens_new"], append["k_new"].shape[0])
-    validate.values(replace(inputs, seqlens_k=append["seqlens_k"]))
+    validate.values(replace(inputs, seqlens_k=append["seqlens_k"]), inputs.seqlens_k)
 
 
 def _traceable(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor]) -> None:
@@ -351,16 +372,21 @@ def _probe_functions(x: Inputs) -> None:
             mod.eager(*value, batch[:, None, None, None], heads[:, None, None], *ends, *aux)
 
 
-def _check_out(inputs: Inputs, grads: Sequence[str], out: Tensor) -> None:
+def _check_out(call: Call, grads: bool) -> None:
+    """Shape, dtype and device of ``out``; the same while torch.compile looks on."""
+    out, q = call.out, call.positional[0]
+    assert out is not None
     if grads or (torch.is_grad_enabled() and out.requires_grad):
         allowed = "out only under torch.no_grad(), or for inputs without gradients"
-        validate.fail("out", "a gradient is asked for", allowed, RuntimeError)
+        validate.fail("out", "a gradient is asked for", allowed)
     if out.layout is not torch.strided:
         validate.fail("out", str(out.layout), "a dense (strided) tensor")
-    wanted = (inputs.out_shape, inputs.dtype_out, inputs.q.device)
-    if (tuple(out.shape), out.dtype, out.device) != wanted:
+    shape = (*q.shape[:-1], call.positional[2].shape[-1])
+    dtype = call.kwargs.get("out_dtype") or (torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != q.device:
         got = f"shape {tuple(out.shape)}, {out.dtype}, {out.device}"
-        validate.fail("out", got, f"shape {wanted[0]}, {wanted[1]}, {wanted[2]}")
+        validate.fail("out", got, f"shape {shape}, {dtype}, {q.device}")
+    validate.writable("out", out)
 
 
 def _query_positions(q: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:

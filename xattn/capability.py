@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.util import find_spec
 
@@ -80,7 +80,7 @@ class Capability:
     least_arch: str = ""
     kinds: frozenset[str] = frozenset()
     dtypes: frozenset[tuple[str, str]] = frozenset()
-    dtypes_out: frozenset[str] = frozenset()  # empty: the dtype of q
+    dtypes_out: frozenset[str] = frozenset()  # empty: the dtype of q, bf16 where that is fp8
     head_dim: HeadDims = HeadDims()
     head_dim_v: HeadDims = HeadDims()
     same_head_dim: bool = False
@@ -90,6 +90,21 @@ class Capability:
     only_with: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
     nonempty: bool = False
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: sets as sorted lists."""
+        orders = {"kinds": KINDS, "features": FEATURES, "grads": GRADS}
+        found: dict[str, object] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "dtypes":
+                value = [list(pair) for pair in sorted(value)]
+            elif isinstance(value, frozenset):
+                value = list(_sorted(value, orders.get(f.name, ())))
+            elif isinstance(value, HeadDims):
+                value = asdict(value)
+            found[f.name] = value
+        return found
 
     def is_for(self, device: Device) -> bool:
         """Whether it speaks of that device at all."""
@@ -119,8 +134,9 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
         found.append(
             Refusal("dtype", "dtype", f"{p.dtype}/{p.dtype_kv}", tuple(f"{a}/{b}" for a, b in sorted(c.dtypes)))
         )
-    if p.dtype_out != p.dtype if not c.dtypes_out else p.dtype_out not in c.dtypes_out:
-        found.append(Refusal("dtype_out", "out_dtype", p.dtype_out, _sorted(c.dtypes_out) or (p.dtype,)))
+    usual = "bf16" if p.dtype.startswith("fp8") else p.dtype
+    if p.dtype_out not in (c.dtypes_out or {usual}):
+        found.append(Refusal("dtype_out", "out_dtype", p.dtype_out, _sorted(c.dtypes_out) or (usual,)))
     if not c.head_dim.admits(p.head_dim):
         found.append(Refusal("head_dim", "head_dim", p.head_dim, (c.head_dim,)))
     if not c.head_dim_v.admits(p.head_dim_v):

@@ -19,8 +19,11 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 1 a check failed or nothing answers, 2 wrong usage."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
+        settings.log_level()  # raises where the variable is wrong
         status = args.run(args)
         sys.stdout.flush()
         return status
@@ -32,6 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _joined(argv: Sequence[str]) -> list[str]:
+    """ "--window -1,0" as one word: argparse would take the second for an option."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] == "--window":
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
 def _parser() -> argparse.ArgumentParser:
     variables = "\n".join(f"  {name:<18}{text}" for name, text in settings.VARIABLES.items())
     parser = argparse.ArgumentParser(
@@ -40,17 +54,22 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"environment variables:\n{variables}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    from . import __version__
+
+    parser.add_argument("--version", action="version", version=f"xattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     info = commands.add_parser(
         "info", help="the devices of this machine, and what each can do", description=_info.__doc__
     )
     info.add_argument("--json", action="store_true", help="print JSON")
-    info.add_argument("--matrix", action="store_true", help="print the support matrix of all architectures as Markdown")
+    info.add_argument(
+        "--matrix", action="store_true", help="print the support matrix of all architectures, as Markdown or JSON"
+    )
     info.add_argument(
         "--images", action="store_true", help="list the kernel images of the wheel and of the user's cache"
     )
-    info.set_defaults(run=_info)
+    info.set_defaults(run=_info, parser=info)
 
     explain = commands.add_parser(
         "explain",
@@ -72,7 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--softcap", type=float, default=0.0)
     explain.add_argument("--alibi", action="store_true", help="with ALiBi slopes")
     explain.add_argument("--sinks", action="store_true", help="with attention sinks")
-    explain.add_argument("--mask", choices=("bool", "added"), help="with an attn_mask of (1, 1, seqlen_q, seqlen_k)")
+    explain.add_argument(
+        "--mask",
+        choices=("bool", "added"),
+        help="with an attn_mask of (1, 1, seqlen_q, seqlen_k); a tree mask over the new tokens where paged",
+    )
     explain.add_argument("--dropout", type=float, default=0.0, metavar="P")
     explain.add_argument("--score-mod", action="store_true", help="with a user's score_mod")
     explain.add_argument("--mask-mod", action="store_true", help="with a user's mask_mod")
@@ -84,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--device", metavar="ARCH", help="sm_90, gfx942, cpu, ...: default is the best device here")
     explain.add_argument("--backend", help="ask this backend only")
     explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.set_defaults(run=_explain)
+    explain.set_defaults(run=_explain, parser=explain)
 
     check = commands.add_parser(
         "check", help="a self-test: small problems on one device, against float64", description=_check.__doc__
@@ -103,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="a real language model answers a prompt through xattn, and checks itself"
     )
     demo.add_arguments(run_demo)
-    run_demo.set_defaults(run=demo.run)
+    run_demo.set_defaults(run=demo.run, parser=run_demo)
     return parser
 
 
@@ -117,7 +140,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.images:
         return _list_images(args)
     if args.matrix:
-        print(support.markdown())
+        print(json.dumps(support.as_dict(), indent=1) if args.json else support.markdown())
         return 0
     found = survey()
     rows = support.matrix(found.devices)
@@ -127,9 +150,7 @@ def _info(args: argparse.Namespace) -> int:
             "torch": _torch_version(),
             "devices": [asdict(d) for d in found.devices],
             "notes": list(found.notes),
-            "support": {
-                label: [{"backend": c.backend or None, "native": c.native} for c in cells] for label, cells in rows
-            },
+            "support": {label: [c.as_dict() for c in cells] for label, cells in rows},
         }
         print(json.dumps(answer, indent=1))
         return 0
@@ -231,7 +252,8 @@ def _explain(args: argparse.Namespace) -> int:
     options["mask_mod"] = (lambda b, h, i, j: i >= j) if args.mask_mod else None
     options["epilogue"] = fusion.Epilogue(lambda o, b, h, i, d: o) if args.epilogue else None
     if args.mask:
-        options["attn_mask"] = empty(1, 1, seqlen_q, shape[1], of=torch.bool if args.mask == "bool" else dtype)
+        dims = (batch * seqlen_q, seqlen_q) if args.kind == "paged" else (1, 1, seqlen_q, shape[1])
+        options["attn_mask"] = empty(*dims, of=torch.bool if args.mask == "bool" else dtype)
     if args.kind == "paged":
         pages = -(-shape[1] // args.page_size)
         k, v = (empty(shape[0] * pages, args.page_size, shape[2], d, of=dtype_kv) for d in (shape[3], head_dim_v))
@@ -306,7 +328,7 @@ def _window(text: str) -> tuple[int | None, int | None]:
     parts = [p.strip() for p in text.split(",")]
     if len(parts) != 2 or not all(p.isdigit() or not p for p in parts):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: two distances from 0 separated by a comma; a side left empty is unbounded"
+            f"{text!r}: two distances from 0 separated by a comma; a side without bound is left empty (None in Python)"
         )
     left, right = (int(p) if p else None for p in parts)
     return left, right

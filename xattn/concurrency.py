@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import torch
 
 
 class ForkSafeLock:
-    """A lock that is free in a forked child, whoever held it in the parent."""
+    """A lock that is free in a forked child, whoever held it in the parent; ``reentrant`` as threading.RLock is."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._renew)
+    def __init__(self, reentrant: bool = False) -> None:
+        self._make: Any = threading.RLock if reentrant else threading.Lock
+        self._lock = self._make()
+        _locks.add(self)
 
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
+    def renew(self) -> None:
+        self._lock = self._make()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -29,6 +31,18 @@ class ForkSafeLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.release()
+
+
+_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()  # a lock may go with its owner
+
+
+def _renew_all() -> None:
+    for lock in list(_locks):
+        lock.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)
 
 
 @contextlib.contextmanager

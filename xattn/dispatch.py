@@ -4,6 +4,7 @@ device."""
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,8 +21,32 @@ from .errors import FallbackWarning, UnsupportedError
 from .problem import Problem, SizeBucket
 
 log = logging.getLogger("xattn")
-if settings.log_level():
-    log.setLevel(settings.log_level() or logging.NOTSET)
+
+
+class _ToStderr(logging.StreamHandler):
+    """For who asked for a level and set up no logging; silent as soon as the application has."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def _set_level() -> None:
+    try:
+        level = settings.log_level()
+    except ValueError as error:
+        if sys.argv[:1] != ["-m"]:  # python -m xattn says it itself
+            log.warning("%s; it is ignored", error)
+        return
+    if level:
+        log.setLevel(level)
+        if not log.handlers:
+            handler = _ToStderr()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            log.addHandler(handler)
+
+
+_set_level()
 
 Rejected = tuple[tuple[str, tuple[Refusal, ...]], ...]
 

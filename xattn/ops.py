@@ -7,6 +7,8 @@ backend.
     attention_backward, attention_varlen_backward      -> gradients of the wanted tensors
     rotary                                             -> x rotated as tokens at their positions
     append_paged                                       writes new keys and values into a paged cache
+    check_paged                                        seqlens_k, once all is checked that a paged call can be refused
+                                                       for
 
 They take what the public functions take (``xattn.attention`` and its kin), with the window as two ints, scales as
 tensors, and the traced user functions by key; they serve TorchScript and export as well, where user functions are not
@@ -24,7 +26,7 @@ from . import autograd, dispatch, fusion, launch, paging, repeats, settings, sta
 from .backends import Backend, Config, Unavailable
 from .device import of as device_of
 from .errors import UnsupportedError
-from .inputs import FP8, Inputs, dtype_name
+from .inputs import FP8, Inputs, dtype_name, present
 from .jit import CompileError
 from .kernel_call import ImageRefused
 from .rotary import Rotary
@@ -64,6 +66,7 @@ for _name, _head in _HEADS.items():
     _LIBRARY.define(f"{_name}({_head}{_TAIL}, bool[]? needs_grad=None) -> (Tensor, Tensor)")
     if _name != "attention_paged":
         _LIBRARY.define(f"{_name}_backward({_BACKWARD}{_head}{_TAIL}) -> Tensor[]")
+_LIBRARY.define(f"check_paged({_HEADS['attention_paged']}{_TAIL}, Tensor? out=None, Tensor? lengths=None) -> Tensor")
 _LIBRARY.define("rotary(Tensor x, Tensor positions, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor")
 _LIBRARY.define(
     "append_paged(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor seqlens_k, Tensor k_new, "
@@ -162,6 +165,7 @@ def _names(inputs: Inputs, wanted: list[bool]) -> tuple[str, ...]:
 
 # ---------------------------------------------------------------- kernels
 def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    check_after = settings.validate_on_device()  # raises where the variable is wrong, before anything is done
     validate.call(inputs, grads)
     plan = _plan(inputs, grads)
     backend = dispatch.get(plan.backend)
@@ -175,7 +179,7 @@ def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         out, lse = _answer(dispatch.get(plan.backend), inputs, plan.config)
     if lse is None or not (inputs.return_lse or grads):
         lse = _no_lse(inputs, bool(grads))
-    if settings.validate_on_device():
+    if check_after:
         status.check_errors(inputs.q.device)
     return out, lse
 
@@ -269,9 +273,28 @@ def _backward_autograd_kernel(kind: str):
     return kernel
 
 
-def _autocast_kernel(kind: str, device_type: str):
+def _check(*args, out=None, lengths=None, **kwargs):
+    """All that a paged call can be refused for, as an op: what is written can be made to depend on it."""
+    inputs = record("paged", args, kwargs)
+    settings.validate_on_device()
+    validate.call(inputs)
+    _plan(inputs, ())
+    validate.values(inputs, lengths)
+    for name, t in (("k_cache", inputs.k), ("v_cache", inputs.v), ("out", out)):
+        if t is not None:
+            validate.writable(name, t)
+    return present(inputs.seqlens_k).clone()
+
+
+def _check_fake(*args, out=None, lengths=None, **kwargs):
+    inputs = record("paged", args, kwargs)
+    validate.call(inputs)
+    return torch.empty_like(present(inputs.seqlens_k))
+
+
+def _autocast_kernel(kind: str, device_type: str, name: str = ""):
     """Autocast's policy for attention: floats of q, k, v and attn_mask to the autocast dtype; float64 and fp8 stay."""
-    op = getattr(torch.ops.xattn, _NAMES[kind])
+    op = getattr(torch.ops.xattn, name or _NAMES[kind])
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
 
     def kernel(*args, **kwargs):
@@ -316,9 +339,12 @@ def _append(
     rotary_sin=None,
     rotary_interleaved=False,
 ):
+    check_after = settings.validate_on_device()
     validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         validate.divisor(name, scale)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        validate.writable(name, cache)
     rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, rotary_interleaved)
     if cu_seqlens_new is not None:
         validate.offsets("cu_seqlens_new", cu_seqlens_new, k_new.shape[0])
@@ -336,7 +362,7 @@ def _append(
             v_scale=v_scale,
             rotary=rotary,
         )
-    if settings.validate_on_device():
+    if check_after:
         status.check_errors(k_cache.device)
 
 
@@ -371,5 +397,19 @@ _LIBRARY.impl(
     "rotary", lambda x, at, cos, sin, pairs=False: Rotary(cos, sin, pairs).apply(x, at), "CompositeExplicitAutograd"
 )
 torch.library.register_fake("xattn::rotary", lambda x, at, cos, sin, pairs=False: x.new_empty(x.shape), lib=_LIBRARY)
+_LIBRARY.impl("check_paged", _check, "CompositeExplicitAutograd")
+torch.library.register_fake("xattn::check_paged", _check_fake, lib=_LIBRARY)
+for _device in ("cpu", "cuda"):
+    _LIBRARY.impl("check_paged", _autocast_kernel("paged", _device, "check_paged"), f"Autocast{_device.upper()}")
 _LIBRARY.impl("append_paged", _append, "CompositeExplicitAutograd")
 torch.library.register_fake("xattn::append_paged", _append_fake, lib=_LIBRARY)
+for _name, _words in {
+    "attention": "xattn.attention",
+    "attention_varlen": "xattn.attention_varlen",
+    "attention_paged": "xattn.attention_paged, without new tokens and rotary",
+    "append_paged": "what xattn.attention_paged does with k_new and v_new",
+    "check_paged": "all that xattn.attention_paged can be refused for; returns seqlens_k",
+    "rotary": "xattn.Rotary, applied to x at positions",
+}.items():
+    _packet = getattr(torch.ops.xattn, _name)
+    _packet.__doc__ = f"{_words}, as an op: see help(xattn.ops).\n\n{_packet.default._schema}"

@@ -72,6 +72,13 @@ class PagePool:
         return sequence
 
     # ---------------------------------------------------------------- growing
+    def most_pages(self, ids: Ids, counts: list[int]) -> int:
+        """Pages of the longest of ``ids`` once ``counts`` tokens are reserved for them."""
+        found = (self.sequences.get(key) or Sequence() for key in ids)
+        return max(
+            (self.pages_for(s.length + max(n, s.reserved)) for s, n in zip(found, counts, strict=True)), default=0
+        )
+
     def reserve(self, ids: Ids, counts: list[int], copy: Callable[[list[int], list[int]], None]) -> None:
         """Room for ``counts`` tokens behind the committed ones.
 

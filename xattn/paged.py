@@ -5,16 +5,18 @@ page_pool.py keeps the books, step_mirror.py shows them to the device.
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import copy
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import ops as ops  # defines torch.ops.xattn
-from . import validate
+from . import places, validate
+from .concurrency import ForkSafeLock
 from .inputs import DTYPES
 from .page_pool import Ids, PagePool, PoolStats
 from .rotary import Rotary
@@ -49,7 +51,8 @@ class PagedKVCache:
     Every call takes one lock, so threads may share a cache; as there is one current step, one thread at a time drives
     the steps. Work is queued on the current stream: use one stream, or order them.
 
-    Ids are hashable: ints, strings. In every method bad arguments raise TypeError or ValueError and change nothing.
+    Ids are hashable: ints, strings. In every method bad arguments raise TypeError or ValueError and change nothing; so
+    do sizes that the memory does not hold, with MemoryError. ``copy.deepcopy`` gives a cache of its own.
 
     Args:
         num_pages, page_size: pages in all, and tokens in a page.
@@ -77,23 +80,46 @@ class PagedKVCache:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
         sizes |= {"num_heads_kv": num_heads_kv, "head_dim": head_dim, "head_dim_v": head_dim_v}
-        for name, value in sizes.items():
-            validate.count(name, value, 1)
-        if dtype not in DTYPES:
+        sizes = {name: validate.count(name, value, 1) for name, value in sizes.items()}
+        num_pages, page_size, num_layers, num_heads_kv, head_dim, head_dim_v = sizes.values()
+        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             fail("dtype", dtype, ", ".join(DTYPES.values()), TypeError)
         if kv_layout not in ("NHD", "HND"):
             fail("kv_layout", repr(kv_layout), "'NHD' or 'HND'")
+        place = None if device is None else places.present("device", device)
         page = (page_size, num_heads_kv) if kv_layout == "NHD" else (num_heads_kv, page_size)
-        self.k = torch.empty(num_layers, num_pages, *page, head_dim, dtype=dtype, device=device)
-        self.v = torch.empty(num_layers, num_pages, *page, head_dim_v, dtype=dtype, device=device)
+        bytes_wanted = num_layers * num_pages * page_size * num_heads_kv * (head_dim + head_dim_v) * dtype.itemsize
+        with _memory(f"a cache of {bytes_wanted / 2**30:.3g} GiB", ", ".join(sizes)), torch.inference_mode(False):
+            self.k = torch.empty(num_layers, num_pages, *page, head_dim, dtype=dtype, device=place)
+            self.v = torch.empty(num_layers, num_pages, *page, head_dim_v, dtype=dtype, device=place)
+            self._pool = PagePool(num_pages, page_size)
         self.num_pages, self.page_size, self.num_layers = num_pages, page_size, num_layers
         self.dtype, self.device, self.kv_layout = dtype, self.k.device, kv_layout
-        # Pages move as bits: not every operation knows fp8.
-        self._bits = [t.view(torch.uint8) if dtype.itemsize == 1 else t for t in (self.k, self.v)]
-        self._pool = PagePool(num_pages, page_size)
         self._mirror = StepMirror(self.device)
         self._step: Ids | None = None
-        self._lock = threading.RLock()
+        self._lock = ForkSafeLock(reentrant=True)
+
+    @property
+    def _bits(self) -> list[Tensor]:
+        """The storage as what pages are moved as: not every operation knows fp8."""
+        return [t.view(torch.uint8) if self.dtype.itemsize == 1 else t for t in (self.k, self.v)]
+
+    def __repr__(self) -> str:
+        pool = self.stats()
+        layout = f"{self.num_layers} layers, {self.num_pages} pages of {self.page_size} tokens, {self.kv_layout}"
+        return (
+            f"PagedKVCache({layout}, {self.dtype}, {self.device}: {pool.sequences} sequences, {pool.free} pages free)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        """A cache of its own: pages, sequences, swapped ones included, and the step."""
+        with self._lock, torch.inference_mode(False):
+            new = object.__new__(type(self))
+            memo[id(self)] = new
+            memo |= {id(key): key for key in self._pool.sequences}  # callers go on naming sequences by the same ids
+            own = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "_lock"}
+            vars(new).update(own, _lock=ForkSafeLock(reentrant=True))
+            return new
 
     # ---------------------------------------------------------------- a step
     def reserve(self, ids: Iterable[Hashable], n: int | Sequence[int]) -> None:
@@ -108,8 +134,10 @@ class PagedKVCache:
         """
         keys = _ids(ids)
         with self._lock:
-            self._pool.reserve(keys, _counts(n, len(keys)), self._copy)
-            self._show(keys)
+            counts = _counts(n, len(keys))
+            mirror = self._mirror.with_room(len(keys), self._pool.most_pages(keys, counts), self.num_pages)
+            self._pool.reserve(keys, counts, self._copy)
+            self._show(keys, mirror)
 
     def append(
         self,
@@ -134,8 +162,8 @@ class PagedKVCache:
             rotary: applied to k_new at its positions.
 
         Raises (before anything is written):
-            ValueError: more tokens than are reserved, another batch than the step's, no such layer.
-            RuntimeError: there is no step, or a gradient is asked for.
+            ValueError: more tokens than are reserved, another batch than the step's, no such layer, a gradient.
+            RuntimeError: there is no step.
         """
         with self._lock:
             step = self._current()
@@ -143,7 +171,7 @@ class PagedKVCache:
             for name, t in (("k_new", k_new), ("v_new", v_new)):
                 validate.tensor(name, t, optional=False)
                 if torch.is_grad_enabled() and t.requires_grad:
-                    fail(name, "a tensor that requires a gradient", "append only under torch.no_grad()", RuntimeError)
+                    fail(name, "a tensor that requires a gradient", "append only under torch.no_grad()")
             if rotary is not None and not isinstance(rotary, Rotary):
                 fail("rotary", type(rotary).__name__, "an xattn.Rotary or None", TypeError)
             offsets, counts = self._new_tokens(k_new, cu_seqlens_new, len(step))
@@ -177,7 +205,8 @@ class PagedKVCache:
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         """(k_cache, v_cache) of a layer, views for ``attention_paged``."""
-        if validate.count("layer", i) >= self.num_layers:
+        i = validate.count("layer", i)
+        if i >= self.num_layers:
             fail("layer", i, f"0 to {self.num_layers - 1}")
         return self.k[i], self.v[i]
 
@@ -199,9 +228,14 @@ class PagedKVCache:
         """New mirrors, with room for steps of max_batch sequences of max_seqlen tokens: before a graph is captured."""
         rows, tokens = validate.count("max_batch", max_batch), validate.count("max_seqlen", max_seqlen)
         with self._lock:
-            self._mirror.resize(rows, min(self._pool.pages_for(tokens), self.num_pages))
-            if self._step is not None:
-                self._show(self._step)
+            width = min(self._pool.pages_for(tokens), self.num_pages)
+            with _memory(f"mirrors of {rows} sequences, {width} pages each", "max_batch, max_seqlen"):
+                mirror = StepMirror(self.device, rows, width)
+            if self._step is None:
+                self._mirror = mirror
+            else:
+                longest = self._pool.most_pages(self._step, [0] * len(self._step))
+                self._show(self._step, mirror.with_room(len(self._step), longest, self.num_pages))
 
     # ---------------------------------------------------------------- sequences
     def fork(self, src: Hashable, dst: Hashable) -> None:
@@ -261,6 +295,7 @@ class PagedKVCache:
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that no sequence holds."""
         with self._lock:
             return len(self._pool.free_pages)
 
@@ -275,6 +310,7 @@ class PagedKVCache:
             return [self._pool.known("ids", key).length for key in keys]
 
     def stats(self) -> PoolStats:
+        """How full the cache is: pages, free and shared ones, sequences, tokens (``PoolStats``)."""
         with self._lock:
             return self._pool.stats()
 
@@ -285,12 +321,11 @@ class PagedKVCache:
             raise RuntimeError(f"step: got {ended}; allowed: calls that follow reserve(ids, n)")
         return self._step
 
-    def _show(self, keys: Ids) -> None:
+    def _show(self, keys: Ids, mirror: StepMirror) -> None:
+        """``keys`` become the step, shown in ``mirror``, which has room for them."""
         self._step = None
-        longest = max((len(self._pool.sequences[key].pages) for key in keys), default=0)
-        self._mirror.make_room(len(keys), longest, self.num_pages)
-        self._mirror.show(self._pool.table(keys, self._mirror.width), self._pool.lengths(keys))
-        self._step = keys
+        mirror.show(self._pool.table(keys, mirror.width), self._pool.lengths(keys))
+        self._mirror, self._step = mirror, keys
 
     def _end_step(self, keys: Ids) -> None:
         if self._step is not None and not set(keys).isdisjoint(self._step):
@@ -304,6 +339,10 @@ class PagedKVCache:
                 allowed = f"({batch}, n, heads_kv, head_dim), or packed with cu_seqlens_new"
                 fail("k_new", f"shape {tuple(k_new.shape)}", allowed)
             return None, [k_new.shape[1]] * batch
+        if k_new.dim() != 3:
+            fail(
+                "k_new", f"shape {tuple(k_new.shape)}", "(total_new, heads_kv, head_dim) where cu_seqlens_new is given"
+            )
         if isinstance(cu_seqlens_new, Tensor):
             if cu_seqlens_new.device.type != "cpu":
                 return cu_seqlens_new, []
@@ -346,6 +385,17 @@ class PagedKVCache:
         for bits, host in zip(self._bits, saved, strict=True):
             for layer, source in zip(bits, host, strict=True):
                 layer.index_copy_(0, index, source.index_select(0, chosen).to(self.device))
+
+
+@contextlib.contextmanager
+def _memory(what: str, names: str) -> Iterator[None]:
+    """Turns what torch and Python say of sizes that no memory holds into one MemoryError; that of a GPU stays."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        raise MemoryError(f"{names}: got {what}; allowed: what fits into the memory") from error
 
 
 def _ids(ids: Iterable[Hashable]) -> Ids:

@@ -32,14 +32,17 @@ def append(
     page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
     column = torch.div(position, page_size, rounding_mode="floor")
     has_room = (column < page_table.shape[1]) & (position >= 0)
+    room = f"positions below {page_table.shape[1] * page_size}, for which the page table has room"
+    no_room = ("k_new", position, f"{room}; nothing was written")
     if page_table.shape[1] == 0:
-        status.report("no_room", exists)
+        status.report("no_room", exists, *no_room)
         return
     page = page_table[sequence, column.clamp(0, page_table.shape[1] - 1)].long()
     in_cache = (page >= 0) & (page < k_cache.shape[0])
-    status.report("seqlens_k", seqlens_k < 0, "seqlens_k")
-    status.report("no_room", exists & ~has_room)
-    status.report("page_table", exists & has_room & ~in_cache)
+    status.report("seqlens_k", seqlens_k < 0, "seqlens_k", seqlens_k, "lengths from 0")
+    status.report("no_room", exists & ~has_room, *no_room)
+    ids = f"page ids from 0, below num_pages, {k_cache.shape[0]}"
+    status.report("page_table", exists & has_room & ~in_cache, "page_table", page, ids)
     if not page.numel() or not k_cache.shape[0]:
         return
     if rotary is not None:

@@ -51,7 +51,9 @@ class Rotary:
         last, width = self.cos.shape
         if 2 * width > x.shape[-1]:
             raise ValueError(f"rotary: got rotary_dim {2 * width}; allowed: up to head_dim, {x.shape[-1]}")
-        status.report("rotary", positions >= last, f"the table has {last} positions")
+        status.report(
+            "rotary", positions >= last, "rotary", positions, f"positions below {last}, the rows of cos and sin"
+        )
         at = positions.clamp(0, max(last - 1, 0)).long()
         cos, sin = (t[at].float()[..., None, :] for t in (self.cos, self.sin))
         head, tail = x[..., : 2 * width].float(), x[..., 2 * width :]

@@ -194,7 +194,7 @@ def _paged(x: Inputs, limit: int) -> Iterator[Segment]:
     )
     for batch in groups:
         seqlen_k = seqlens_k[batch].long().clamp(0, room)
-        extent_k = int(seqlen_k.max()) if on_cpu else room
+        extent_k = int(seqlen_k.max()) if on_cpu else x.seqlen_k
         if starts_q is not None:
             rows_q = slice(starts_q[batch.start], starts_q[batch.stop])
             extent_q = seqlen_q = rows_q.stop - rows_q.start

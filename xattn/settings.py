@@ -7,7 +7,8 @@ from pathlib import Path
 
 VARIABLES = {
     "XATTN_CACHE_DIR": "where compiled kernel images and converted models are kept (default: the user's cache folder)",
-    "XATTN_LOG_LEVEL": "level of the logger 'xattn': DEBUG, INFO, WARNING, ERROR (default: as the application set it)",
+    "XATTN_LOG_LEVEL": "level of the logger 'xattn', printed to stderr where the application sets up no logging: "
+    "DEBUG, INFO, WARNING, ERROR (default: as the application set it)",
     "XATTN_ARCHS": "architectures to build ahead of time, separated by commas",
     "XATTN_VALIDATE": "'device' checks after every call what kernels reported, with a synchronisation",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import places
 from .concurrency import ForkSafeLock
 from .errors import DeviceValueError
 
@@ -36,31 +37,51 @@ def word(device: torch.device) -> Tensor:
         return _words[device]
 
 
-def report(code: str, bad: Tensor, detail: str = "") -> None:
-    """Notes that ``code`` happened if the boolean tensor ``bad`` has a True anywhere."""
+def report(code: str, bad: Tensor, name: str = "", values: Tensor | int | None = None, allowed: str = "") -> None:
+    """Notes that ``code`` happened if the boolean tensor ``bad`` has a True anywhere.
+
+    On the CPU it raises at once, and says what was found: of ``values``, shaped like ``bad``, the first bad one, else
+    all of them.
+    """
     if bad.device.type == "cpu":
         if bad.any():
-            raise DeviceValueError(MESSAGES[code] + (f" ({detail})" if detail else ""))
+            raise DeviceValueError(f"{name}: got {_found(bad, values)}; allowed: {allowed}" if name else MESSAGES[code])
         return
     slot = word(bad.device)[list(CODES).index(code)]
     torch.maximum(slot, bad.any().to(torch.int32), out=slot)
+
+
+def _found(bad: Tensor, values: Tensor | int | None) -> str:
+    if not isinstance(values, Tensor):
+        return str(values)
+    if values.shape != bad.shape:
+        first = values.flatten()[:8].tolist()
+        return f"{first}" if values.numel() <= 8 else f"{first[:-1]}, and {values.numel() - 7} more"
+    at = bad.nonzero()[0].tolist()
+    where = f" at [{', '.join(map(str, at))}]" if at else ""
+    return f"{values[tuple(at)].item()}{where}"
 
 
 def check_errors(device: torch.device | str | int | None = None) -> None:
     """Waits for the device and raises DeviceValueError with what kernels reported since the last call; clears it.
 
     ``device``: a torch device, default the current GPU; with None and no GPU it does nothing, as the CPU raises at
-    once.
+    once. ValueError for a device that is not here, TypeError for what is none.
     """
     if device is None:
         with _lock:
             devices = list(_words)
     else:
-        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if device.index is None and device.type != "cpu":
-            device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+        asked = places.parsed("device", device)
         with _lock:
-            devices = [d for d in _words if d == device]
+            known = list(_words)
+        if asked.type == "meta":
+            raise ValueError(f"device: got 'meta'; allowed: {places.ALLOWED}")
+        if all(d.type != asked.type or asked.index not in (None, d.index) for d in known):
+            places.present("device", asked)  # nothing was reported there; is there such a device at all?
+        elif asked.index is None and asked.type != "cpu":
+            asked = torch.device(asked.type, torch.get_device_module(asked.type).current_device())
+        devices = [d for d in known if d == asked]
     for d in devices:
         values = _words[d].tolist()
         if any(values):

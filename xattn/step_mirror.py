@@ -24,9 +24,9 @@ class StepMirror:
     length 0, so that a graph which was captured for a larger batch, or is replayed by mistake, touches no page.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, rows: int = 0, width: int = 0):
         self.device = device
-        self.resize(0, 0)
+        self.resize(rows, width)
 
     @property
     def page_table(self) -> Tensor:
@@ -41,16 +41,20 @@ class StepMirror:
         return self._table.shape[1]
 
     def resize(self, rows: int, width: int) -> None:
-        """New buffers, empty."""
-        self._table = torch.full((rows, width), -1, dtype=torch.int32, device=self.device)
-        self._lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self.batch = 0
+        """New buffers, empty. Not as inference tensors: those could not be written in a step outside inference mode."""
+        with torch.inference_mode(False):
+            table = torch.full((rows, width), -1, dtype=torch.int32, device=self.device)
+            lengths = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self._table, self._lengths, self.batch = table, lengths, 0
 
-    def make_room(self, batch: int, pages: int, num_pages: int) -> None:
-        """New buffers if the step does not fit: powers of two, as that makes it seldom; no row needs over num_pages."""
+    def with_room(self, batch: int, pages: int, num_pages: int) -> StepMirror:
+        """This one, or one with new buffers if the step does not fit: powers of two, as that makes it seldom; no row
+        needs over num_pages."""
         rows = self._table.shape[0]
-        if batch > rows or pages > self.width:
-            self.resize(max(rows, _power_of_two(batch)), max(self.width, min(_power_of_two(pages), num_pages)))
+        if batch <= rows and pages <= self.width:
+            return self
+        roomy = (max(rows, _power_of_two(batch)), max(self.width, min(_power_of_two(pages), num_pages)))
+        return StepMirror(self.device, *roomy)
 
     def show(self, table: array[int], lengths: array[int]) -> None:
         batch = len(lengths)

@@ -63,6 +63,9 @@ class Cell:
     backend: str
     native: bool
 
+    def as_dict(self) -> dict[str, str | bool | None]:
+        return {"backend": self.backend or None, "native": self.native}
+
     def __str__(self) -> str:
         return f"**{self.backend}**" if self.native else self.backend or "no"
 
@@ -74,6 +77,12 @@ def matrix(devices: Sequence[Device]) -> list[tuple[str, list[Cell]]]:
         plans = [plan(problem, _SIZE, device) for device in devices]
         rows.append((label, [Cell(p.backend or "", p.native) for p in plans]))
     return rows
+
+
+def as_dict() -> dict[str, object]:
+    """The README's table for JSON: who answers what, in the order of ``archs``."""
+    rows = matrix([from_arch(arch) for arch in ARCHS])
+    return {"archs": list(ARCHS), "support": {label: [c.as_dict() for c in cells] for label, cells in rows}}
 
 
 def markdown() -> str:

@@ -9,6 +9,8 @@ word on a GPU.
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -33,7 +35,9 @@ def fail(name: str, got: object, allowed: str, error: type[Exception] = ValueErr
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     """A finite number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        fail(name, type(value).__name__, "a number", TypeError)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's scalars are
+            fail(name, type(value).__name__, "a number", TypeError)
+        value = operator.index(value) if isinstance(value, numbers.Integral) else float(value)
     if not (low <= value <= high and -math.inf < value < math.inf):
         below, above = "" if low == -math.inf else f" from {low:g}", "" if high == math.inf else f" to {high:g}"
         fail(name, value, f"a finite number{below}{above}")
@@ -58,14 +62,16 @@ def flag(name: str, value: Any) -> bool:
 
 
 def count(name: str, value: Any, low: int = 0) -> int:
-    """A whole number, concrete or symbolic."""
+    """A whole number, concrete or symbolic; numpy's become Python's."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        fail(name, type(value).__name__, "a whole number", TypeError)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            fail(name, type(value).__name__, "a whole number", TypeError)
+        value = operator.index(value)
     if value < low:
         fail(name, value, f"a whole number from {low}")
     if isinstance(value, int) and value > _LARGEST:
         fail(name, value, f"a whole number up to {_LARGEST}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def window(value: Any) -> tuple[int | None, int | None]:
@@ -74,15 +80,17 @@ def window(value: Any) -> tuple[int | None, int | None]:
         return None, None
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         fail("window", repr(value), "None or (left, right), each None or a distance from 0", TypeError)
+    sides: list[int | None] = []
     for side in value:
         if side is None:
+            sides.append(None)
             continue
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt, numbers.Integral)):
             fail("window", f"{type(side).__name__} in {value!r}", "distances from 0, or None for unbounded", TypeError)
         if side < 0:
             fail("window", tuple(value), "distances from 0; use None, not a negative number, for a side without bound")
-        count("window", side)
-    return value[0], value[1]
+        sides.append(count("window", side))
+    return sides[0], sides[1]
 
 
 def tensor(name: str, value: Any, optional: bool = True) -> Tensor | None:
@@ -90,6 +98,8 @@ def tensor(name: str, value: Any, optional: bool = True) -> Tensor | None:
         return None
     if not isinstance(value, Tensor):
         fail(name, type(value).__name__, "a torch.Tensor" + (" or None" if optional else ""), TypeError)
+    if value.is_nested:
+        fail(name, "a nested tensor", "a dense (strided) tensor; packed sequences go to attention_varlen")
     return value
 
 
@@ -99,15 +109,31 @@ def alike(name: str, t: Tensor, first: Tensor, device: torch.device) -> None:
         fail(name, str(t.layout), "dense (strided) tensors")
     if (t.shape, t.dtype, t.device) != (first.shape, first.dtype, device) or t.dtype not in _FLOAT:
         got = f"shape {tuple(t.shape)}, {t.dtype}, {t.device}"
-        fail(name, got, f"shape {tuple(first.shape)}, {first.dtype}, {device}: floats, all alike")
+        dtype = first.dtype if first.dtype in _FLOAT else "a float dtype of 16 or more bits"
+        fail(name, got, f"shape {tuple(first.shape)}, {dtype}, {device}: all alike")
+
+
+def writable(name: str, t: Tensor) -> None:
+    """A tensor that can be written to: no two elements in one place, no inference tensor outside inference mode."""
+    if torch.compiler.is_compiling():  # sizes may be symbols: only what is expanded is seen
+        strides = [(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if s == 0 and n > 1]
+    elif t.is_inference() and not torch.is_inference_mode_enabled():
+        fail(name, "an inference tensor", "a tensor made outside torch.inference_mode(), or this call within it")
+    else:
+        strides = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else []
+    reach = 0  # of the dimensions so far: each next one must step beyond it
+    for stride, n in strides:
+        if stride <= reach:
+            fail(name, f"strides {t.stride()} for shape {tuple(t.shape)}", "a tensor whose elements do not overlap")
+        reach += stride * (n - 1)
 
 
 def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
     """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d."""
     if value is None or isinstance(value, Tensor):
         return value
-    most = torch.finfo(torch.float32).max
-    return torch.full((), number(name, value, -most, most), dtype=torch.float32, device=like.device)
+    top = torch.finfo(torch.float32).max
+    return torch.full((), number(name, value, -top, top), dtype=torch.float32, device=like.device)
 
 
 # ---------------------------------------------------------------- tensors of a call
@@ -130,7 +156,6 @@ def call(x: Inputs, grads: Sequence[str] = ()) -> None:
                 "q",
                 "a tensor that requires a gradient",
                 "attention_paged has no gradient: call it under torch.no_grad()",
-                RuntimeError,
             )
         if x.dtype_out not in _FLOAT:
             fail("out_dtype", x.dtype_out, "a dtype of 16 or more bits where a gradient is asked for")
@@ -283,8 +308,6 @@ def _numbers(x: Inputs) -> None:
     number("dropout_p", x.dropout_p, 0.0, 1.0)
     if x.softmax_scale is not None:
         factor("softmax_scale", x.softmax_scale)
-    if x.dropout_p > 0 and x.kind == "paged":
-        fail("dropout_p", x.dropout_p, "0 in paged calls")
     if x.dropout_rng is not None:
         if x.dropout_rng.dtype != torch.int64:
             fail("dropout_rng", x.dropout_rng.dtype, "torch.int64", TypeError)
@@ -324,8 +347,6 @@ def append(
             fail(name, f"device {t.device}", f"the device of k_cache, {k_cache.device}")
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         _rank(name, t, ("num_pages", "page_size", "heads_kv", "head_dim"))
-        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
-            fail(name, f"strides {t.stride()}", "no stride 0 where tokens are written: each element in its own place")
     for name, t in (("page_table", page_table), ("seqlens_k", seqlens_k)):
         _integer(name, t)
     _rank("page_table", page_table, ("batch", "max_pages"))
@@ -369,29 +390,42 @@ def divisor(name: str, value: Any) -> None:
 
 
 # ---------------------------------------------------------------- values on the device
-def values(x: Inputs) -> None:
-    """Checks lengths, offsets and page ids where they are: raises on the CPU, sets the status word on a GPU."""
+def values(x: Inputs, lengths: Tensor | None = None) -> None:
+    """Checks lengths, offsets and page ids where they are: raises on the CPU, sets the status word on a GPU.
+
+    ``lengths``: of a paged call whose new tokens are not written yet, with them; ``x.seqlens_k`` is without them.
+    """
     if x.cu_seqlens_q is not None:
         offsets("cu_seqlens_q", x.cu_seqlens_q, x.q.shape[0], x.max_seqlen_q, "max_seqlen_q")
     if x.cu_seqlens_k is not None:
         offsets("cu_seqlens_k", x.cu_seqlens_k, x.k.shape[0], x.max_seqlen_k, "max_seqlen_k")
     if x.seqused_k is not None:
         room = x.k.shape[1] if x.kind == "attention" else present(x.cu_seqlens_k).diff()
-        status.report("seqlens_k", (x.seqused_k < 0) | (x.seqused_k > room), "seqused_k")
+        least = f"0 to {room}" if isinstance(room, int) else "0 to the length of its sequence in k"
+        status.report("seqlens_k", (x.seqused_k < 0) | (x.seqused_k > room), "seqused_k", x.seqused_k, least)
     if x.kind == "paged":
         page_table, seqlens_k = present(x.page_table), present(x.seqlens_k)
         tokens = page_table.shape[1] * x.page_size
-        status.report("seqlens_k", (seqlens_k < 0) | (seqlens_k > tokens), f"seqlens_k, room for {tokens} tokens")
+        allowed = f"0 to {tokens}, the tokens that the page table has room for"
+        status.report("seqlens_k", (seqlens_k < 0) | (seqlens_k > tokens), "seqlens_k", seqlens_k, allowed)
+        longest = seqlens_k if lengths is None else lengths
+        if x.max_seqlen_k:
+            bound = "at least the longest sequence in the cache, with its new tokens"
+            status.report("max_seqlen", longest > x.max_seqlen_k, "max_seqlen_k", x.max_seqlen_k, bound)
         first = torch.arange(page_table.shape[1], device=x.q.device) * x.page_size
         used = first < seqlens_k[:, None]
-        status.report("page_table", used & ((page_table < 0) | (page_table >= x.k.shape[0])))
+        bad = used & ((page_table < 0) | (page_table >= x.k.shape[0]))
+        status.report("page_table", bad, "page_table", page_table, f"page ids from 0, below num_pages, {x.k.shape[0]}")
 
 
 def offsets(name: str, cu_seqlens: Tensor, total: int, longest: int | None = None, longest_name: str = "") -> None:
     if cu_seqlens.shape[0] < 1:
         return
     falls = (cu_seqlens[1:] < cu_seqlens[:-1]).any()  # compared, since a difference may overflow
-    status.report("cu_seqlens", (cu_seqlens[:1] != 0) | (cu_seqlens[-1:] > total) | falls, name)
-    length = cu_seqlens[1:] - cu_seqlens[:-1]
+    bad = (cu_seqlens[:1] != 0) | (cu_seqlens[-1:] > total) | falls
+    allowed = f"offsets from 0, never decreasing, up to the {total} tokens that are packed"
+    status.report("cu_seqlens", bad.any(), name, cu_seqlens, allowed)
     if longest is not None:
-        status.report("max_seqlen", length > longest, f"{longest_name} = {longest}")
+        length = cu_seqlens[1:] - cu_seqlens[:-1]
+        allowed = "at least the longest sequence, which " + name + " tells"
+        status.report("max_seqlen", length > longest, longest_name, longest, allowed)

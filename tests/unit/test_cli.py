@@ -72,6 +72,37 @@ def test_info_matrix(capsys):
     assert capsys.readouterr().out == support.markdown() + "\n"
 
 
+def test_info_matrix_json(capsys):
+    assert cli.main(["info", "--matrix", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["archs"] == list(support.ARCHS) and list(answer["support"]) == [label for label, _ in support.ROWS]
+    assert all(len(cells) == len(support.ARCHS) for cells in answer["support"].values())
+    assert answer["support"]["bf16"][-1] == {"backend": "sdpa", "native": False}
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"xattn {xattn.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [("info",), ("explain", *Q), ("demo",)], ids=lambda c: c[0])
+def test_unknown_options_print_the_usage_of_the_command(capsys, command):
+    text = usage_error(capsys, *command, "--nosuch")
+    assert text.startswith(f"usage: python -m xattn {command[0]} ") and "unrecognized arguments: --nosuch" in text
+
+
+def test_a_wrong_log_level(monkeypatch):
+    """One line, whoever starts it."""
+    monkeypatch.setenv("XATTN_LOG_LEVEL", "LOUD")
+    done = run("-m", "xattn", "info")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("xattn info: XATTN_LOG_LEVEL is 'LOUD'; allowed: DEBUG")
+    done = run("-c", "import xattn; print(xattn.__version__)")
+    assert (done.returncode, done.stdout) == (0, f"{xattn.__version__}\n")
+    assert done.stderr.startswith("XATTN_LOG_LEVEL is 'LOUD'; allowed: DEBUG") and done.stderr.count("\n") == 1
+
+
 def test_info_shows_devices_and_notes(monkeypatch, capsys):
     from xattn import device
 
@@ -234,7 +265,8 @@ def test_explain_for_a_bad_name(capsys, name):
     assert cli.main(["explain", *Q, "--device", name]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"xattn explain: architecture is {name!r}; allowed: sm_NN")
+    assert captured.err.startswith(f"xattn explain: device: got {name!r}; allowed: ")
+    assert "architecture is" in captured.err and "sm_NN" in captured.err
 
 
 @pytest.mark.parametrize("kind", ["attention", "varlen", "paged"])
@@ -266,6 +298,12 @@ OPTIONS = {  # option: what it changes in the problem
     ("--grad",): {"grads": ["q", "k", "v"]},
     ("--grad", "--deterministic"): {"grads": ["q", "k", "v"], "deterministic": True},
     ("--lse",): {"return_lse": True},
+    ("--kind", "paged", "--mask", "bool"): {
+        "kind": "paged",
+        "page_size": 64,
+        "kv_layout": "NHD",
+        "attn_mask": "tree",
+    },
     ("--kind", "paged", "--page-size", "16"): {"kind": "paged", "page_size": 16, "kv_layout": "NHD"},
 }
 
@@ -312,7 +350,7 @@ WRONG_VALUES = {
     ("--kv", "2,1024,5,128"): "q: got 32 heads; allowed: a multiple of the 5 heads of k",
     ("--kv", "2,1024,8,64"): "k: got shape",
     ("--kind", "paged", "--grad"): "--grad: attention over a paged cache has no gradient",
-    ("--kind", "paged", "--mask", "bool"): "attn_mask: got shape",
+    ("--kind", "paged", "--mask", "added"): "attn_mask: got torch.bfloat16; allowed: torch.bool in paged calls",
     ("--kind", "varlen", "--kv", "3,1024,8,128"): "--kv: got batch 3",
 }
 
@@ -331,7 +369,8 @@ WRONG_USAGE = {
     ("--q", "1,2,-3,4"): "argument --q: '1,2,-3,4'",
     ("--kv", "1,2,3,4,5"): "argument --kv: '1,2,3,4,5'",
     ("--window", "5"): "argument --window: '5': two distances from 0 separated by a comma",
-    ("--window=-1,0",): "argument --window: '-1,0'",
+    ("--window=-1,0",): "argument --window: '-1,0': two distances from 0 separated by a comma; a side without bound",
+    ("--window", "-1,0"): "left empty (None in Python)",
     ("--window", "1,2,3"): "argument --window: '1,2,3'",
     ("--page-size", "0"): "argument --page-size: '0': a whole number from 1",
     ("--head-dim-v", "0"): "argument --head-dim-v: '0': a whole number from 1",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,10 +187,13 @@ REFUSED = {
     "width": ((Q, K[..., :8], V), {}, "k: got shape"),
     "mask": ((Q, K, V, torch.ones(5, 6)), {}, "attn_mask: got shape"),
     "mask of another batch": ((Q, K, V, torch.ones(3, 1, 5, 7)), {}, "attn_mask: got shape"),
+    "mask in float64": ((Q, K, V, torch.ones(5, 7).double()), {}, "attn_mask: got torch.float64; allowed: torch.bool"),
+    "mask in fp16": ((Q, K, V, torch.ones(5, 7).half()), {}, "attn_mask: got torch.float16; allowed: torch.bool"),
+    "mask of too many": ((Q[0, 0], K[0, 0], V[0, 0], torch.ones(1, 5, 7)), {}, "attn_mask: got shape"),
     "dropout": ((Q, K, V), {"dropout_p": 1.5}, "dropout_p: got 1.5"),
 }
 ONLY_HERE = {  # torch takes some of these on some devices, or reads where there is nothing
-    "two dimensions": ((Q[0, 0], K[0, 0], V[0, 0]), {}, "got 2, 2, 2 dimensions; allowed: from 3 of each"),
+    "two dimensions of some": ((Q[0, 0], K[0, 0], V[0]), {}, "got 2, 2, 3 dimensions; allowed: from 3 of each"),
     "one has two": ((Q, K[0, 0], V), {}, "query, key, value: got 4, 2, 4 dimensions"),
     "mask and causal": ((Q, K, V, torch.ones(5, 7)), {"is_causal": True}, "attn_mask: got a tensor; allowed: None"),
     "lengths": ((Q, K, V[:, :, :6]), {}, "v: got shape"),
@@ -215,6 +220,33 @@ def test_refuses(name):
 def test_refuses_masks_beside_other_leading_dimensions(shape):
     with pytest.raises(ValueError, match="attn_mask: got shape"):
         scaled_dot_product_attention(*qkv((2, 2), seqlen_k=7), torch.ones(shape))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.tensor(2), 2, np.float32(0.3)])
+def test_scales_of_other_types(scale):
+    same(*qkv(), scale=scale)
+
+
+@pytest.mark.parametrize("scale, error", [(math.nan, ValueError), (math.inf, ValueError), ("1", TypeError)])
+def test_a_bad_scale_is_named_as_torch_names_it(scale, error):
+    with pytest.raises(error, match="^scale: got .*; allowed: a"):
+        scaled_dot_product_attention(Q, K, V, scale=scale)
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_mask": torch.ones(5, 7).tril()}, {"is_causal": True}])
+def test_one_head(options):
+    same(Q[0, 0], K[0, 0], V[0, 0], **options)
+
+
+def test_a_wide_mask_beside_narrow_queries():
+    same(*(t.bfloat16() for t in (Q, K, V)), attn_mask=torch.ones(5, 7), tolerance=2e-2)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+def test_arrays_of_numpy(name):
+    given = {"query": Q, "key": K, "value": V, "attn_mask": torch.ones(5, 7)}
+    with pytest.raises(TypeError, match=f"^{name}: got ndarray; allowed: a torch.Tensor"):
+        scaled_dot_product_attention(**given | {name: given[name].numpy()})
 
 
 def test_refuses_integer_masks():

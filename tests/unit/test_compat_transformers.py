@@ -457,7 +457,7 @@ def test_bad_steps_and_bad_models(llama):
     forward(llama, "xattn", ids, cache=cache)
     with pytest.raises(ValueError, match="sequences"):
         forward(llama, "xattn", ids[:2, :1], cache=cache)
-    with pytest.raises(RuntimeError, match="gradient"):
+    with pytest.raises(ValueError, match="gradient"):
         llama.set_attn_implementation("xattn")
         llama(ids, use_cache=True, **{cache_name(llama): paged(llama)})
     config = LlamaConfig(**SIZES)

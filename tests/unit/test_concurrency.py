@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import xattn
-from xattn import chunks, dispatch, segments
+from xattn import chunks, concurrency, dispatch, segments
 
 trace = importlib.import_module("xattn.fusion.trace")  # the name in the package is the function
 
@@ -268,6 +270,51 @@ print("ok")
         )
         == "ok\n"
     )
+
+
+def test_fork_while_a_thread_holds_a_cache():
+    """The child finds the cache's lock free, and it is the child's: taken again where it is held."""
+    assert (
+        run(
+            """
+import os, signal, threading
+import xattn
+cache = xattn.PagedKVCache(4, 4, 1, 1, 8)
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with cache._lock:
+        held.set()
+        done.wait(60)
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait(60)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(5)  # a lock left held would wait for ever
+    cache.reserve(["a"], 3)
+    cache.advance(["a"], 3)
+    os._exit(0 if cache.page_table.shape[0] == 1 and cache.lengths(["a"]) == [3] else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+done.set()
+thread.join()
+print("ok" if status == 0 else status)
+"""
+        )
+        == "ok\n"
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_locks_go_with_their_owners(reentrant):
+    lock = concurrency.ForkSafeLock(reentrant)
+    with lock:
+        pass
+    gone = weakref.ref(lock)
+    del lock
+    gc.collect()
+    assert gone() is None
 
 
 def test_import_in_a_thread():

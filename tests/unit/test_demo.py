@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import xattn
 from xattn import dispatch
 from xattn.__main__ import main
 from xattn.compat import transformers_cache
@@ -163,6 +165,61 @@ def test_missing_models(monkeypatch, capsys, tmp_path):
     for path in (tmp_path / "empty", tmp_path / "nowhere"):
         assert demo("--model", path) == 2
         assert str(path) in refused(capsys)
+
+
+@pytest.mark.parametrize("config", ["{", "{}", "[]", '{"model_type": "nosuch"}', '{"model_type": "llama"}'])
+def test_folders_that_hold_no_model(tmp_path, capsys, config):
+    (tmp_path / "config.json").write_text(config)
+    assert demo("--model", tmp_path) == 2
+    assert f"--model {tmp_path} cannot be loaded: " in refused(capsys)
+
+
+# ---------------------------------------------------------------- ci/demo
+CI_DEMO = Path(xattn.__file__).parent.parent / "ci" / "demo"
+
+
+def ci_demo(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {n: x for n, x in os.environ.items() if n not in ("PYTHON", "XATTN_VENV", "PYTHONPATH", "VIRTUAL_ENV")}
+    return subprocess.run(["bash", CI_DEMO, *options], env=kept | env, capture_output=True, text=True, timeout=250)
+
+
+def stand_in(place: Path, has_torch: bool) -> str:
+    """A "python" that says how it was called; it can only answer what ci/demo asks it."""
+    place.parent.mkdir(parents=True)
+    place.write_text(
+        f"""#!/bin/bash
+case "$*" in
+    *sys.executable*) echo "$0" ;;
+    *'"torch"'*) exit {0 if has_torch else 1} ;;
+    *demo*) echo "$0 $*" ;;
+esac
+"""
+    )
+    place.chmod(0o755)
+    return str(place)
+
+
+def test_offline_takes_the_environment_that_is_there(tmp_path):
+    ours = stand_in(tmp_path / "venv" / "bin" / "python", has_torch=True)
+    done = ci_demo("--offline", "--json", XATTN_VENV=str(tmp_path / "venv"))
+    assert (done.returncode, done.stdout) == (0, f"{ours} -m xattn demo --json\n"), done.stderr
+    named = stand_in(tmp_path / "other" / "python", has_torch=True)
+    done = ci_demo("--offline", XATTN_VENV=str(tmp_path / "venv"), PYTHON=named)
+    assert done.stdout == f"{named} -m xattn demo\n"
+
+
+def test_offline_without_torch(tmp_path):
+    named = stand_in(tmp_path / "bare" / "python", has_torch=False)
+    done = ci_demo("--offline", XATTN_VENV=str(tmp_path / "nothing"), PYTHON=named)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: {named} has no torch: run ci/demo once without --offline")
+
+
+def test_help_says_where_the_model_is(capsys):
+    assert "models/SmolLM2-135M-... of the cache folder" in ci_demo("--help").stdout
+    with pytest.raises(SystemExit):
+        demo("--help")
+    assert "~/.cache/xattn/models/" in " ".join(capsys.readouterr().out.split())
 
 
 def test_missing_devices(folder, capsys):

@@ -284,14 +284,14 @@ def test_out_and_gradients_exclude_each_other():
     a = {n: x for n, x in good("attention").items() if n in "qkv"}
     out = torch.full_like(a["q"], NAN)
     a["k"].requires_grad_()
-    with pytest.raises(RuntimeError, match="out: got a gradient is asked for; allowed: .*no_grad"):
+    with pytest.raises(ValueError, match="out: got a gradient is asked for; allowed: .*no_grad"):
         xattn.attention(**a, out=out)
     assert out.isnan().all()
     with torch.no_grad():
         xattn.attention(**a, out=out)
     assert not out.isnan().any()
     a["k"].requires_grad_(False)
-    with pytest.raises(RuntimeError, match="out"):
+    with pytest.raises(ValueError, match="out"):
         xattn.attention(**a, out=out.clone().requires_grad_())
 
 
@@ -301,7 +301,7 @@ def test_paged_calls_have_no_gradient(name):
     del a["out"]
     before = a["k_cache"].clone()
     a[name].requires_grad_()
-    with pytest.raises(RuntimeError, match=r"no_grad"):
+    with pytest.raises(ValueError, match=r"no_grad"):
         call("paged", a)
     assert torch.equal(a["k_cache"], before), "the cache was written"
     with torch.no_grad():
@@ -319,7 +319,6 @@ def test_quantised_results_have_no_gradient():
     ({"k_new": None}, "k_new"),
     ({"v_new": None}, "v_new"),
     ({"kv_layout": "HND"}, "k_new|v_new|k_cache|q"),
-    ({"dropout_p": 0.5}, "dropout_p"),
     ({"cu_seqlens_new": torch.tensor([0, 2, 4])}, "k_new"),
     ({"cu_seqlens_q": None}, "q"),
     ({"attn_mask": torch.ones(4, 2)}, "attn_mask"),

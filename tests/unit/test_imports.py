@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ ROWS = (
         "settings",
         "concurrency",
         "problem",
+        "places",
         "device_amd",
         "device_nvidia",
         "masks",
@@ -119,6 +123,22 @@ def _code(path: Path) -> str:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             node.value.value = ""
     return ast.unparse(tree)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "transformers"])
+def test_drop_ins_are_there_and_imported_when_used(name):
+    code = f"""
+import sys
+import xattn
+assert "transformers" not in sys.modules and "xattn.compat" not in sys.modules
+assert xattn.compat.{name}.__name__ == "xattn.compat.{name}"
+assert ("transformers" in sys.modules) == ({name!r} == "transformers")
+for place in (xattn, xattn.compat):
+    assert not hasattr(place, "nosuch")
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_table_is_complete():

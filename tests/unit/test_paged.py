@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import xattn
+from xattn.inputs import Inputs
+from xattn.segments import segments
 
 
 @cases.parametrize("paged")
@@ -239,12 +241,12 @@ def _short_rotary(step):
 
 
 BAD_VALUES = {
-    "no room": (_narrow, "no room"),
+    "no room": (_narrow, "room"),
     "page id below 0": (_change("page_table", (0, 1), -1), "page id"),
     "page id too large": (_change("page_table", (2, 2), 9999), "page id"),
     "old page id bad": (_change("page_table", (2, 0), -7), "page id"),
-    "length below 0": (_change("seqlens_k", 1, -1), "negative"),
-    "length below 0, nothing left": (_change("seqlens_k", 1, -3), "negative"),
+    "length below 0": (_change("seqlens_k", 1, -1), "seqlens_k"),
+    "length below 0, nothing left": (_change("seqlens_k", 1, -3), "seqlens_k"),
     "length too large": (_change("seqlens_k", 1, 10**6), "room"),
     "rotary too short": (_short_rotary, "rotary"),
 }
@@ -289,3 +291,68 @@ def test_a_refusal_writes_nothing(target):
     with pytest.raises(xattn.UnsupportedError):
         step.run(cases.Target(backend, "cpu"))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(step.caches, before, strict=True)), "the cache was written"
+
+
+# ---------------------------------------------------------------- dropout
+def dropout_cache(batch: int, seqlen: int, page_size: int, device: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v of whole sequences, and a page table for k and v cut into pages."""
+    columns = -(-seqlen // page_size)
+    g = torch.Generator().manual_seed(seqlen)
+    q = torch.randn(batch, seqlen, 4, 16, generator=g).to(device)
+    k, v = (torch.randn(batch, columns * page_size, 2, 16, generator=g).to(device) for _ in range(2))
+    return q, k, v, torch.arange(batch * columns, device=device).view(batch, columns)
+
+
+by_reference = pytest.mark.parametrize("target", [t for t in cases.targets() if t.backend == "reference"], ids=str)
+
+
+@by_reference
+@pytest.mark.parametrize("p", [0.3, 1.0])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (4, 0)}], ids=str)
+@pytest.mark.parametrize("new", [1, 4, 11])
+def test_dropout_follows_positions(target, p, options, new):
+    """Whole or token by token, paged or dense: the same weights are dropped."""
+    q, k, v, table = dropout_cache(2, 11, 4, target.device)
+    rng = torch.tensor([5, 6], device=target.device)
+    given = {"dropout_p": p, "dropout_rng": rng, "backend": "reference", **options}
+    want = xattn.attention(q, k[:, :11], v[:, :11], **given)
+    pages = [t.reshape(-1, 4, 2, 16) for t in (k, v)]
+    lengths = torch.full((2,), 11, device=target.device)
+    got = xattn.attention_paged(q[:, 11 - new :], *pages, table, lengths, **given)
+    torch.testing.assert_close(got, want[:, 11 - new :], rtol=1e-5, atol=1e-5)
+
+
+@by_reference
+@pytest.mark.parametrize("append", [False, True])
+def test_dropout_is_drawn_from_torchs_generator(target, append):
+    q, k, v, table = dropout_cache(2, 8, 4, target.device)
+    pages = [t.reshape(-1, 4, 2, 16) for t in (k, v)]
+    lengths = torch.full((2,), 7 if append else 8, device=target.device)
+    new = {"k_new": k[:, 7:], "v_new": v[:, 7:]} if append else {}
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(
+            xattn.attention_paged(q[:, :1], *pages, table, lengths, dropout_p=0.5, backend=target.backend, **new)
+        )
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bound, extent", [(0, 32), (9, 9), (99, 32)])
+def test_what_is_gathered_ends_at_the_bound(packed, bound, extent):
+    """Where the host does not know the lengths."""
+    shape = (4, 6, 16) if packed else (2, 2, 6, 16)
+    index = {"page_table": (2, 8), "seqlens_k": (2,), **({"cu_seqlens_q": (3,)} if packed else {})}
+    x = Inputs(
+        kind="paged",
+        q=torch.empty(shape, device="meta"),
+        **{n: torch.empty(16, 4, 3, 16, device="meta") for n in "kv"},
+        **{n: torch.empty(s, dtype=torch.int32, device="meta") for n, s in index.items()},
+        kv_layout="NHD",
+        max_seqlen_q=2,
+        max_seqlen_k=bound,
+    )
+    found = list(segments(x, 1 << 20))
+    assert [s.extent_k for s in found] == [extent]
+    assert found[0].gather_k(x.k).shape == (2, extent, 3, 16)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -586,6 +587,82 @@ def test_constructor_errors(changed, error, text):
         PagedKVCache(**(SIZES | changed))
 
 
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"device": "foo"}, ValueError, "device: got 'foo'; allowed: a torch device"),
+        ({"device": "cuda:77"}, ValueError, "device: got 'cuda:77'; allowed: .*cpu"),
+        ({"device": 1.5}, TypeError, "device: got float; allowed: "),
+        ({"dtype": []}, TypeError, r"dtype: got \[\]; allowed: fp64"),
+        ({"num_pages": 2**50}, MemoryError, "num_pages.*: got a cache of .* GiB; allowed: what fits"),
+        ({"num_layers": 2**62}, MemoryError, "num_pages.*: got a cache of .* GiB; allowed: what fits"),
+    ],
+)
+def test_places_and_sizes_that_are_not_there(changed, error, text):
+    with pytest.raises(error, match=text):
+        PagedKVCache(**(SIZES | changed))
+
+
+def test_numbers_of_numpy():
+    cache = PagedKVCache(**{name: np.int64(n) for name, n in SIZES.items()})
+    assert all(type(n) is int for n in (cache.num_pages, cache.page_size, cache.num_layers))
+    cache.reserve([np.int64(1)], np.int32(3))
+    cache.append(np.int64(0), torch.zeros(1, 2, 1, 2).bfloat16(), torch.zeros(1, 2, 1, 2).bfloat16())
+    cache.advance([1], [np.uint8(2)])
+    assert cache.length(1) == 2 and type(cache.length(1)) is int
+
+
+def test_repr():
+    cache = make(8, 4)
+    cache.reserve(["a"], 5)
+    text = "PagedKVCache(2 layers, 8 pages of 4 tokens, NHD, torch.float64, cpu: 1 sequences, 6 pages free)"
+    assert repr(cache) == text
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda c: copy.deepcopy(torch.nn.ModuleList([Holder(c)]))[0].cache])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_deep_copy_is_a_cache_of_its_own(how, inference):
+    class Id:  # equal to itself only
+        pass
+
+    cache, me = make(12, 4), Id()
+    write(cache, ["a", me, "out"], 6)
+    cache.fork("a", "b")
+    cache.swap_out(["out"])
+    cache.reserve(["a", me], 2)
+    before = books(cache)
+    with torch.inference_mode(inference):
+        other = how(cache)
+    assert other.step == ("a", me) and repr(other) == repr(cache)
+    assert torch.equal(other.page_table, cache.page_table) and torch.equal(other.seqlens_k, cache.seqlens_k)
+    one, two = (read(c, me) for c in (copy.deepcopy(cache), other))
+    assert all(map(torch.equal, one, two))
+    other.swap_in(["out"])
+    write(other, [me, "new"], 3)
+    other.free(["a", "b"])
+    assert_consistent(other)
+    assert_unchanged(before, cache)
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, cache):
+        super().__init__()
+        self.cache = cache
+
+
+def test_steps_inside_and_outside_inference_mode():
+    with torch.inference_mode():
+        inside = make(8, 4)
+        write(inside, ["a"], 2)
+    for cache in (inside, make(8, 4)):
+        for turn, mode in enumerate((True, False, True, False)):
+            with torch.inference_mode(mode):
+                write(cache, [("x", turn, n) for n in range(turn)] + ["a"], 2)
+                cache.free([("x", turn, n) for n in range(turn)])
+                cache.preallocate(turn, 8)
+        assert_consistent(cache)
+
+
 def test_defaults():
     cache = PagedKVCache(**SIZES)
     assert cache.k.shape == cache.v.shape == (1, 8, 4, 1, 2)
@@ -649,8 +726,16 @@ ERRORS = {
     "not a rotary": (lambda c: c.append(0, *tokens(2, 1), rotary=1), TypeError, "rotary: got int"),
     "a gradient": (
         lambda c: c.append(0, *(t.requires_grad_() for t in tokens(2, 1))),
-        RuntimeError,
+        ValueError,
         "k_new: .*no_grad",
+    ),
+    "a max_batch beyond memory": (lambda c: c.preallocate(2**60, 0), MemoryError, "max_batch, max_seqlen: got mirrors"),
+    "a max_seqlen beyond numbers": (lambda c: c.preallocate(2**60, 2**60), MemoryError, "max_batch, max_seqlen: got"),
+    "no dimensions": (lambda c: c.append(0, torch.ones(()), torch.ones(()), [0, 1]), ValueError, "k_new: got shape"),
+    "a nested tensor": (
+        lambda c: c.append(0, torch.nested.nested_tensor([torch.ones(2, 1, 2)] * 2), tokens(2, 1)[1]),
+        ValueError,
+        "k_new: got a nested tensor; allowed: a dense",
     ),
     "a negative max_batch": (lambda c: c.preallocate(-1, 1), ValueError, "max_batch: got -1"),
 }

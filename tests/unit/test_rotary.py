@@ -78,7 +78,7 @@ def test_what_it_is_for():
 def test_position_behind_the_table():
     rotary, x = Rotary(*tables(4, 4)), torch.randn(2, 1, 8)
     rotary.apply(x, torch.tensor([0, 3]))
-    with pytest.raises(xattn.DeviceValueError, match=r"rotary: a token stands behind .*the table has 4 positions"):
+    with pytest.raises(xattn.DeviceValueError, match=r"rotary: got \d+ at .*; allowed: positions below 4"):
         rotary.apply(x, torch.tensor([0, 4]))
 
 
@@ -90,7 +90,7 @@ def test_rotary_dim_beyond_head_dim():
 def test_empty_table():
     rotary = Rotary(*tables(0, 4))
     assert rotary.apply(torch.randn(0, 1, 8), torch.arange(0)).shape == (0, 1, 8)
-    with pytest.raises(xattn.DeviceValueError, match="the table has 0 positions"):
+    with pytest.raises(xattn.DeviceValueError, match="positions below 0"):
         rotary.apply(torch.randn(1, 1, 8), torch.arange(1))
 
 

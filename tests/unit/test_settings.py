@@ -96,6 +96,20 @@ def test_log_level_sets_the_logger():
     assert done.stdout.strip() == "10", done.stderr
 
 
+@pytest.mark.parametrize(
+    "level, before, printed",
+    [("debug", "", 1), ("info", "", 0), ("debug", "logging.basicConfig()", 1), ("debug", "LATER", 1)],
+)
+def test_a_log_level_is_heard(level, before, printed):
+    """On stderr, once, whether the application sets up logging or not."""
+    later = "import logging; logging.basicConfig()" if before == "LATER" else ""
+    call = "q = torch.ones(1, 2, 1, 8); xattn.attention(q, q, q)"
+    code = f"import logging, torch\n{'' if later else before}\nimport xattn\n{later}\n{call}"
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "XATTN_LOG_LEVEL": level}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("plan: attention")) == (0, printed), done.stderr
+
+
 def test_variables_are_read_here_only():
     """No other module of the package reads the environment; setting a variable for another package is no reading."""
     guilty = []

@@ -47,8 +47,11 @@ def test_cpu_raises_at_once(code, words):
     status.report(code, torch.tensor([False, False]))
     status.report(code, torch.zeros(0, dtype=torch.bool))
     with pytest.raises(xattn.DeviceValueError) as caught:
-        status.report(code, torch.tensor([False, True]), "seqused_k")
-    assert str(caught.value) == f"{status.MESSAGES[code]} (seqused_k)"
+        status.report(code, torch.tensor([False, True]), "seqused_k", torch.tensor([3, 9]), "0 to 7")
+    assert str(caught.value) == "seqused_k: got 9 at [1]; allowed: 0 to 7"
+    with pytest.raises(xattn.DeviceValueError) as caught:
+        status.report(code, torch.tensor(True), "cu_seqlens_q", torch.arange(20), "none")
+    assert str(caught.value) == "cu_seqlens_q: got [0, 1, 2, 3, 4, 5, 6], and 13 more; allowed: none"
     with pytest.raises(xattn.DeviceValueError) as caught:
         status.report(code, torch.tensor(True))
     assert str(caught.value) == status.MESSAGES[code]
@@ -115,6 +118,21 @@ def test_report_elsewhere_reads_nothing():
     status.report("seqlens_k", torch.ones(3, dtype=torch.bool, device="meta"))
 
 
-def test_check_errors_refuses_what_is_no_device():
-    with pytest.raises(RuntimeError):
-        xattn.check_errors("nowhere")
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("nowhere", ValueError),
+        ("cuda:77", ValueError),
+        ("meta", ValueError),
+        (META, ValueError),
+        (77, ValueError),
+        (-1, ValueError),
+        (2**70, ValueError),
+        (1.5, TypeError),
+        (True, TypeError),
+        (["cpu"], TypeError),
+    ],
+)
+def test_check_errors_refuses_what_is_no_device(name, error):
+    with pytest.raises(error, match="^device: got .*; allowed: .*cpu"):
+        xattn.check_errors(name)

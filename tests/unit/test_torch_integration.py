@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import oracle
 import pytest
@@ -94,6 +96,7 @@ def test_all_ops_are_tested_here():
         "attention_backward",
         "attention_varlen_backward",
         "append_paged",
+        "check_paged",
         "rotary",
     }
 
@@ -151,6 +154,14 @@ def test_opcheck_paged(layout, options):
     if layout == "HND":
         p |= {n: p[n].transpose(1, 2).contiguous() for n in ("k_cache", "v_cache")}
     torch.library.opcheck(OPS.attention_paged, tuple(p.values()), options | {"kv_layout": layout})
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "out": torch.empty(2, 2, 4, 8)}], ids=["plain", "out"])
+def test_opcheck_check_paged(options):
+    """Lengths come back in a tensor of their own, so that what is written can depend on the check."""
+    p = pages([5, 9])
+    torch.library.opcheck(OPS.check_paged, tuple(p.values()), options)
+    assert torch.equal(OPS.check_paged(*p.values()), p["seqlens_k"])
 
 
 def test_opcheck_paged_with_packed_queries():
@@ -376,10 +387,120 @@ def test_compile_mask_mod(compiled):
     assert not torch.allclose(wanted, xattn.attention(*x))
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: {"score_mod": lambda s, b, h, i, j: s + h},
+        lambda x: {"mask_mod": lambda b, h, i, j: i >= j},
+        lambda x: {"epilogue": xattn.epilogues.residual(x)},
+        lambda x: {"epilogue": xattn.epilogues.residual(x * 2)},
+    ],
+    ids=["score_mod", "mask_mod", "epilogue", "epilogue of a result"],
+)
+def test_compile_functions_made_inside(compiled, made):
+    """As the README says: what captures nothing, and ready-made epilogues."""
+
+    def f(q, k, v, x):
+        return xattn.attention(q, k, v, **made(x))
+
+    x = (*qkv(grad=False), randn(2, 5, 4, 8))
+    all_equal([compiled(f)(*x)], [f(*x)])
+    assert graphs() == 1
+
+
 def test_compile_raises_what_eager_raises(compiled):
     q, k, v = qkv()
     with pytest.raises(Exception, match="heads"):
         compiled(lambda q, k, v: xattn.attention(q[:, :, :3], k, v))(q, k, v)
+
+
+WAYS = {"eager": {}, "compiled": {"fullgraph": False}, "one graph": {"fullgraph": True}}
+
+
+def in_way(way: str, f, **options):
+    torch._dynamo.reset()
+    return f if way == "eager" else torch.compile(f, backend="aot_eager", **WAYS[way])
+
+
+BAD_OUT = {
+    "shape that broadcasts": lambda: torch.full((2, 2, 5, 4, 8), 7.0),
+    "dtype": lambda: torch.full((2, 5, 4, 8), 7, dtype=torch.int32),
+    "narrower dtype": lambda: torch.full((2, 5, 4, 8), 7, dtype=torch.float16),
+    "device": lambda: torch.empty(2, 5, 4, 8, device="meta"),
+    "a gradient": lambda: torch.full((2, 5, 4, 8), 7.0, requires_grad=True),
+    "overlap": lambda: torch.full((2, 5, 1, 8), 7.0).expand(2, 5, 4, 8),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BAD_OUT)
+def test_out_is_checked_alike(way, name):
+    q, k, v = qkv(grad=False)
+    out = BAD_OUT[name]()
+    with pytest.raises(Exception, match="out: got .*allowed"):
+        in_way(way, lambda q, k, v, out: xattn.attention(q, k, v, out=out))(q, k, v, out)
+    assert out.device.type == "meta" or bool((out == 7).all())
+    with pytest.raises(Exception, match="out: got a gradient is asked for"):
+        in_way(way, lambda q, k, v, out: xattn.attention(q, k, v, out=out))(*qkv(), torch.empty(2, 5, 4, 8))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_out_of_the_right_kind_is_written(way, autocast):
+    q, k, v = qkv(grad=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        wanted = xattn.attention(q, k, v)
+        out = torch.full_like(wanted, 7)
+        in_way(way, lambda q, k, v, out: xattn.attention(q, k, v, out=out))(q, k, v, out)
+    torch.testing.assert_close(out, wanted)
+
+
+def _inference(*shape: int) -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
+SHORT = xattn.Rotary(torch.ones(4, 4), torch.ones(4, 4))
+REFUSED_BEFORE_WRITING = {
+    "a backend that cannot": ({"backend": "sdpa", "sinks": torch.zeros(4)}, "sinks"),
+    "out that overlaps": ({"out": torch.empty(2, 2, 1, 8).expand(2, 2, 4, 8)}, "out: got strides"),
+    "out of another shape": ({"out": torch.empty(3, 2, 2, 4, 8)}, "out: got shape"),
+    "out made in inference mode": ({"out": _inference(2, 2, 4, 8)}, "out: got an inference tensor"),
+    "values made in inference mode": ({"v_cache": _inference(6, 4, 2, 8)}, "v_cache: got an inference tensor"),
+    "a setting": ({"XATTN_VALIDATE": "1"}, "XATTN_VALIDATE is '1'"),
+    "rotary, too short for k_new": ({"rotary": SHORT}, "rotary: got 4 at"),
+    "rotary, too short for q": ({"rotary": SHORT, "page_table": torch.arange(6).view(2, 3)}, "rotary: got 4 at"),
+    "a gradient of q": ({"q": randn(2, 2, 4, 8, grad=True)}, "q: got a tensor that requires a gradient"),
+    "a gradient of k_new": ({"k_new": randn(2, 1, 2, 8, grad=True)}, "k_new: got a tensor that requires a gradient"),
+    "offsets of q": (
+        {"q": randn(4, 4, 8), "cu_seqlens_q": torch.tensor([0, 3, 2]), "max_seqlen_q": 4},
+        "cu_seqlens_q",
+    ),
+    "a bound too small for the new tokens": ({"max_seqlen_k": 5}, "max_seqlen_k: got 5"),
+    "a page of older tokens": ({"page_table": torch.tensor([[9, 1, 2], [3, 4, 5]])}, "page_table"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", REFUSED_BEFORE_WRITING)
+def test_nothing_is_written_before_a_refusal(way, name, monkeypatch):
+    changes, words = REFUSED_BEFORE_WRITING[name]
+    given = {
+        "q": randn(2, 2, 4, 8),
+        "k_cache": torch.zeros(6, 4, 2, 8),
+        "v_cache": torch.zeros(6, 4, 2, 8),
+        "page_table": torch.arange(6).view(2, 3),
+        "seqlens_k": torch.tensor([5, 3]),
+        "k_new": randn(2, 1, 2, 8),
+        "v_new": randn(2, 1, 2, 8),
+    } | {n: x for n, x in changes.items() if not n.isupper()}
+    if name.endswith("for q"):  # its only sequence of two new tokens begins within the tables
+        given |= {"seqlens_k": torch.tensor([4, 4])}
+    for variable in changes.keys() - given.keys():
+        monkeypatch.setenv(variable, changes[variable])
+    with pytest.raises(Exception, match=words):
+        in_way(way, lambda given: xattn.attention_paged(**given))(given)
+    assert not given["k_cache"].any() and not given["v_cache"].any()
 
 
 # ---------------------------------------------------------------- export
@@ -418,10 +539,14 @@ def test_export_saves_and_loads(tmp_path):
     ],
     ids=["score_mod", "mask_mod", "epilogue"],
 )
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_refuses_user_functions(options, strict):
-    with pytest.raises(Exception, match="do not travel in exported modules|UnsupportedError"):
-        torch.export.export(Attend(**options), qkv(grad=False), strict=strict)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("how", ["export", "strict export", "trace"])
+def test_export_refuses_user_functions(options, how):
+    with pytest.raises(UnsupportedError, match="^(score_mod|mask_mod|epilogue): .* do not travel in exported modules"):
+        if how == "trace":
+            torch.jit.trace(Attend(**options), qkv(grad=False))
+        else:
+            torch.export.export(Attend(**options), qkv(grad=False), strict=how.startswith("strict"))
 
 
 # ---------------------------------------------------------------- TorchScript
@@ -452,6 +577,27 @@ torch.save(module(*torch.load({str(tmp_path / "inputs.pt")!r})), {str(tmp_path /
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     all_equal(torch.load(tmp_path / "outputs.pt"), wanted)
+
+
+README = Path(xattn.__file__).parent.parent / "README.md"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_the_readme_runs(tmp_path):
+    """Each block of Python, after what it imports itself."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert sum("torch.jit.script" in block for block in blocks) == 1
+    for n, block in enumerate(blocks):
+        file = tmp_path / f"block_{n}.py"
+        file.write_text(block)
+        done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_paged", "append_paged", "rotary"])
+def test_ops_are_documented(name):
+    text = getattr(OPS, name).__doc__
+    assert "help(xattn.ops)" in text and f"xattn::{name}(" in text and name in ops.__doc__
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -194,6 +196,8 @@ def cases() -> list[Case]:
             NAN,
             INF,
             -INF,
+            1e39,
+            -1e39,
             10**400,
             1e39,
             *(torch.ones(s) for s in ((1,), (2,), (4,), (2, 4), (1, 2), (2, 2, 1))),
@@ -303,7 +307,6 @@ def cases() -> list[Case]:
         bad(name, ValueError, 0, 0.0, -1.5)
     for name in ("k_cache", "v_cache"):
         bad(name, ValueError, *(Change(f"stride_0_of_{n}", lambda t, n=n: _overlapping(t, n)) for n in range(4)))
-    bad("dropout_p", ValueError, 0.5, 1)
     for name in ("k_new", "v_new"):
         bad(name, TypeError, 3, [1.0], "new", to(torch.int32), to(torch.float16), to(torch.float8_e4m3fn))
         bad(
@@ -396,6 +399,69 @@ def test_explain_raises_as_the_call_does(case):
 
 
 @each_kind
+def test_numbers_of_numpy_are_numbers(kind):
+    given = made(kind)
+    plain = {"window": (1, None), "softmax_scale": 0.5, "softcap": 30.0, "q_scale": 2.0, "backend": "reference"}
+    ones = {n: np.float32(x) if isinstance(x, float) else x for n, x in plain.items()} | {"window": (np.int64(1), None)}
+    if "max_seqlen_q" in given:
+        ones["max_seqlen_q"] = np.int32(given["max_seqlen_q"])
+    assert torch.equal(call(kind, made(kind) | ones), call(kind, made(kind) | plain))
+    for name in ("window", "softmax_scale", "softcap", "dropout_p"):
+        value = np.bool_(True)
+        with pytest.raises(TypeError, match=f"^{name}: got bool"):
+            call(kind, given | {name: (value, 0) if name == "window" else value})
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("kind, name", [(k, n) for k in KINDS for n in (*POSITIONAL[k][:3], "attn_mask", "k_new")])
+def test_nested_tensors(kind, name, layout):
+    if name == "k_new" and kind not in ("paged", "packed"):
+        name = "sinks"
+    nested = torch.nested.nested_tensor([randn(3, 4, 8), randn(2, 4, 8)], layout=layout)
+    for question in (call, explain):
+        with pytest.raises(ValueError, match=f"^{name}: got a nested tensor; allowed: a dense"):
+            question(kind, made(kind) | {name: nested})
+
+
+@pytest.mark.parametrize("value, error", [([], ValueError), (None, ValueError), ("ring", ValueError)])
+def test_kinds_of_questions(value, error):
+    with pytest.raises(error, match="^kind: got .*; allowed: attention, varlen, paged"):
+        xattn.explain(*made("attention").values(), kind=value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), "hpu", "meta", "sm_90", "gfx942"])
+def test_devices_of_questions(device):
+    assert xattn.explain(*made("attention").values(), device=device).backend
+    found = xattn.capabilities(device)
+    assert json.loads(json.dumps(found.as_dict()))["device"]["arch"] == found.device.arch
+
+
+@pytest.mark.parametrize("device, error", [("foo", ValueError), ("", ValueError), ([], TypeError), (1.5, TypeError)])
+def test_devices_that_are_none(device, error):
+    for question in (lambda: xattn.explain(*made("attention").values(), device=device), xattn.capabilities):
+        with pytest.raises(error, match="^device: got .*; allowed: a torch device, an architecture by name"):
+            question() if question is not xattn.capabilities else question(device)
+
+
+def test_capabilities_for_json():
+    found = xattn.capabilities("cpu").as_dict()
+    assert list(found) == ["device", "backends", "refused"]
+    able = found["backends"]["sdpa"]
+    assert able["kinds"] == ["attention", "varlen", "paged"] and ["bf16", "bf16"] in able["dtypes"]
+    assert able["head_dim"] == {"smallest": 1, "largest": 0, "multiple_of": 1}
+    assert found["refused"]["sm80"]["code"] == "vendor"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_refused_dtype_says_nothing_of_the_output(dtype):
+    given = {n: t.to(dtype) for n, t in made("attention").items()}
+    with pytest.raises(xattn.UnsupportedError) as caught:
+        call("attention", given, backend="sdpa")
+    assert [r.field for r in caught.value.rejected["sdpa"]] == ["dtype"]
+
+
+@each_kind
 @pytest.mark.parametrize("window", [(-1, 0), (0, -1), (-1, -1), (None, -1)])
 def test_a_negative_window_names_none(kind, window):
     with pytest.raises(ValueError, match=r"^window: got .*-1.*; allowed: .*None"):
@@ -484,6 +550,8 @@ def values() -> list[Any]:
             bad(kind, f"page_{words}_append", "page_table", True, page_table=torch.tensor(pages))
         bad(kind, "seqlens_k_negative_append", "seqlens_k", True, seqlens_k=torch.tensor([5, -1]))
         bad(kind, "seqlens_k_very_negative_append", "seqlens_k", True, seqlens_k=torch.tensor([-9, 3]))
+        bad(kind, "max_seqlen_k", "max_seqlen_k: got 4", max_seqlen_k=4)
+        bad(kind, "max_seqlen_k_append", "max_seqlen_k: got 5", True, max_seqlen_k=5)
         bad(kind, "no_room", "room", True, seqlens_k=torch.tensor([3, 8]))
         bad(kind, "room_for_one_of_two", "room", True, seqlens_k=torch.tensor([7, 3]))
         bad(
@@ -513,8 +581,9 @@ def test_bad_values_raise_at_once_and_nothing_is_written(kind, append, changes, 
         given = made(kind, append) | changes
         if with_out:
             given["out"] = out_like(given)
-        with unchanged(given), pytest.raises(xattn.DeviceValueError, match=match):
+        with unchanged(given), pytest.raises(xattn.DeviceValueError, match=match) as caught:
             call(kind, given)
+        assert re.match(r"\w+: got (\[?-?\d).*; allowed: .+", str(caught.value)), str(caught.value)
     xattn.check_errors()  # raised already: nothing is left to be told
 
 
@@ -615,7 +684,7 @@ def test_out_and_gradients_exclude_each_other(kind, name):
     given = made(kind) | {"out": out_like(made(kind))}
     shape = {"attn_mask": (5, 6), "k_scale": ()}.get(name, (4,))
     given[name] = given.get(name, torch.ones(shape)).clone().requires_grad_()
-    with unchanged(given), pytest.raises(RuntimeError, match=r"^out: got .*gradient.*; allowed: .*no_grad"):
+    with unchanged(given), pytest.raises(ValueError, match=r"^out: got .*gradient.*; allowed: .*no_grad"):
         call(kind, given)
     with torch.no_grad():
         assert call(kind, given) is given["out"] and not given["out"].eq(7).any()
@@ -629,7 +698,7 @@ def test_paged_calls_have_no_gradient(kind, append, name):
     if name.endswith("_new") and not append:
         given |= {n: t for n, t in made(kind).items() if n in ("k_new", "v_new", "cu_seqlens_new")}
     given[name] = given.get(name, torch.ones(() if name == "k_scale" else (4,))).clone().requires_grad_()
-    with unchanged(given), pytest.raises(RuntimeError, match="gradient"):
+    with unchanged(given), pytest.raises(ValueError, match="gradient"):
         call(kind, given)
     with torch.no_grad():
         assert call(kind, given).isfinite().all()
@@ -669,6 +738,7 @@ def parts(n: int = 2, packed: bool = False) -> tuple[list[torch.Tensor], list[to
         (lambda o, s: ([o[0], o[1][None]], s), ValueError, "outs"),
         (lambda o, s: ([o[0], o[1].to("meta")], s), ValueError, "outs"),
         (lambda o, s: ([x.int() for x in o], s), ValueError, "outs"),
+        (lambda o, s: ([x.to(torch.float8_e4m3fn) for x in o], s), ValueError, "outs"),
         (lambda o, s: (o, [x.int() for x in s]), ValueError, "lses"),
         (lambda o, s: (o, [s[0], s[1].double()]), ValueError, "lses"),
         (lambda o, s: (o, [s[0], s[1].to("meta")]), ValueError, "lses"),

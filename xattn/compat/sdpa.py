@@ -4,6 +4,7 @@ xattn."""
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -27,9 +28,21 @@ def scaled_dot_product_attention(
     excludes an attn_mask. A row that sees no key gives 0, as torch's does. Raises what torch raises for what torch
     refuses, as ValueError.
     """
+    tensors = [("query", query), ("key", key), ("value", value)]
+    for name, t in (*tensors, *([("attn_mask", attn_mask)] if attn_mask is not None else [])):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
+    scale = _scale(scale)
+    if query.dim() == key.dim() == value.dim() == 2:  # one head of one sequence
+        if attn_mask is not None and attn_mask.dim() > 2:
+            raise ValueError(f"attn_mask: got shape {tuple(attn_mask.shape)}; allowed: 2 dimensions, as query has")
+        return scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )[0]
     if min(query.dim(), key.dim(), value.dim()) < 3:
         raise ValueError(
-            f"query, key, value: got {query.dim()}, {key.dim()}, {value.dim()} dimensions; allowed: from 3 of each"
+            f"query, key, value: got {query.dim()}, {key.dim()}, {value.dim()} dimensions; "
+            "allowed: from 3 of each, or 2 of all"
         )
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: got a tensor; allowed: None where is_causal is set")
@@ -38,6 +51,10 @@ def scaled_dot_product_attention(
             raise ValueError(
                 f"{name}: got {t.shape[-3]} heads for {query.shape[-3]} of query; allowed: as many, or enable_gqa=True"
             )
+    allowed_dtypes = (torch.bool, torch.float32, query.dtype)
+    if attn_mask is not None and attn_mask.is_floating_point() and attn_mask.dtype not in allowed_dtypes:
+        allowed = f"torch.bool, torch.float32, or the dtype of query, {query.dtype}"
+        raise ValueError(f"attn_mask: got {attn_mask.dtype}; allowed: {allowed}")
     leads = [t.shape[:-3] for t in (query, key, value)]
     try:
         lead = torch.broadcast_shapes(*leads)
@@ -74,3 +91,16 @@ def scaled_dot_product_attention(
     )
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).reshape(*lead, query.shape[-3], seqlen_q, value.shape[-1])
+
+
+def _scale(scale: float | Tensor | None) -> float | None:
+    """A number, or a tensor of one, which torch takes too."""
+    if isinstance(scale, Tensor) and scale.dim() == 0 and not scale.is_complex() and scale.dtype != torch.bool:
+        scale = scale.item()
+    if scale is None:
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale: got {type(scale).__name__}; allowed: a number, or None")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: got {scale}; allowed: a finite number")
+    return float(scale)

