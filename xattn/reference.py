@@ -64,10 +64,11 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
         s = s - t["alibi_slopes"][..., None, None] * (i + (seqlen_k - seqlen_q) - j).abs()
     if x.attn_mask is not None and "attn_mask" in t:
         s = s + t["attn_mask"]
-    hidden = s == -math.inf
-    hidden = hidden if seen is None else hidden | ~seen
-    s = torch.where(hidden, -math.inf, s)  # no gradient comes back from there
-    unseen = hidden.all(-1, keepdim=True)
+    if x.score_mod is not None:  # it hides a key by -inf
+        seen = s != -math.inf if seen is None else seen & (s != -math.inf)
+    if seen is not None:
+        s = torch.where(seen, s, -math.inf)  # no gradient comes back from what is hidden
+    unseen = None if seen is None else ~seen.any(-1, keepdim=True)
 
     if keys:
         row_max = s.detach().amax(-1, keepdim=True)
@@ -93,7 +94,8 @@ def attend(inputs: Inputs, chunk: Chunk, t: dict[str, Tensor]) -> tuple[Tensor, 
         p = torch.where(kept, p / (1 - x.dropout_p), 0) if x.dropout_p < 1 else p * 0
     o = (p.reshape(b, hkv, hq // hkv * rows, keys) @ v.permute(0, 2, 1, 3)).reshape(b, hq, rows, dv)
     # Twice: a row without keys takes nothing from v, be it NaN, and gives nothing back.
-    o = torch.where(unseen, 0, torch.where(unseen, 0, o) / row_sum)
+    o = (o if unseen is None else torch.where(unseen, 0, o)) / row_sum
+    o = o if unseen is None else torch.where(unseen, 0, o)
     if takes_all is not None:
         o, lse = torch.where(takes_all, 0, o), torch.where(takes_all[..., 0], math.inf, lse)
     if "v_scale" in t:

@@ -672,7 +672,7 @@ def many_chunks(monkeypatch):
     import xattn.reference
 
     monkeypatch.setattr(xattn.reference, "CHUNK_SCORES", {"cpu": 40, "gpu": 40})
-    monkeypatch.setattr(xattn.backends.sdpa, "_MASK_ELEMENTS", 40)
+    monkeypatch.setattr(xattn.backends.sdpa, "_MASK_ELEMENTS", {"cpu": 40, "gpu": 40})
     counts, plain = [], xattn.chunks.chunks
 
     def counted(inputs, limit):
