@@ -68,7 +68,12 @@ class ForwardBody:
         dims = range(32, self.tiles[-1][0] + 1, 32)
         for d, dv in product(dims, dims):
             for name, chosen in variants():
-                fields = (("element", name), *self.tile(d, dv), ("keep_q", False), *chosen)
+                fields: tuple[tuple[str, ConfigValue], ...] = (
+                    ("element", name),
+                    *self.tile(d, dv),
+                    ("keep_q", False),
+                    *chosen,
+                )
                 yield ImageSpec(self.entry, fields, arch)
 
     def missing(self, device: Device) -> str:
@@ -199,7 +204,7 @@ def prepare(
     head_dim, head_dim_v, tile_m, tile_n, num_warps, _ = (n for _, n in sizes)
     per_head = max(1, x.seqlen_k * (x.head_dim + x.head_dim_v) * 2)
     forward = describe(x, tile_m, body.section_bytes // per_head, direct)
-    fields = (element(x), *sizes, ("keep_q", False), *switches(x, forward.mask))
+    fields: tuple[tuple[str, ConfigValue], ...] = (element(x), *sizes, ("keep_q", False), *switches(x, forward.mask))
     image, another = choose(body.entry, fields, device_of(x.q.device).arch)
     shared = 2 * (tile_m * max(head_dim, head_dim_v) + tile_n * (head_dim + head_dim_v))
     call = Call(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import xattn
+from xattn import dispatch
 
 per_target = pytest.mark.parametrize("target", cases.targets(), ids=str)
 per_kind = pytest.mark.parametrize("kind", cases.FUNCTIONS)
@@ -545,8 +546,10 @@ def test_11_the_current_stream_is_used(backend):
     ],
     ids=str,
 )
+@answered
 def test_12_bad_values_on_the_device(target, kind, change):
-    args, options = pack(kind, *qkv(target)), {}
+    dtype = torch.bfloat16 if dispatch.get(target.backend).native else torch.float32
+    args, options = pack(kind, *qkv(target, dtype=dtype)), {}
     out = torch.full_like(args[0], math.nan)
     for where, value in change.items():
         value = torch.tensor(value, device=target.device) if isinstance(value, list) else value
