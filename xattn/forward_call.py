@@ -41,6 +41,9 @@ FEATURES = frozenset(
 _MASKS = ("none", "boolean", "added16", "added32")
 
 
+Fields = tuple[tuple[str, ConfigValue], ...]  # of a kernel's Config struct; their order is part of an image's address
+
+
 @dataclass(frozen=True)
 class ForwardBody:
     """A layer of the shared body. ``tiles``: rows (largest head dimension, *TILE_NAMES). Keys and values of
@@ -68,12 +71,7 @@ class ForwardBody:
         dims = range(32, self.tiles[-1][0] + 1, 32)
         for d, dv in product(dims, dims):
             for name, chosen in variants():
-                fields: tuple[tuple[str, ConfigValue], ...] = (
-                    ("element", name),
-                    *self.tile(d, dv),
-                    ("keep_q", False),
-                    *chosen,
-                )
+                fields: Fields = (("element", name), *self.tile(d, dv), ("keep_q", False), *chosen)
                 yield ImageSpec(self.entry, fields, arch)
 
     def missing(self, device: Device) -> str:
@@ -159,19 +157,17 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
     return Forward(p, ordered, tuple(outputs), mask)
 
 
-def switches(x: Inputs, mask: str) -> tuple[tuple[str, ConfigValue], ...]:
+def switches(x: Inputs, mask: str) -> Fields:
     """The part of an image's configuration that the features of a call decide."""
     return _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, x.scale <= 0.0)
 
 
-def _switches(
-    softcap: bool = False, alibi: bool = False, attn_mask: str = "none", any_scale: bool = False
-) -> tuple[tuple[str, ConfigValue], ...]:
+def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none", any_scale: bool = False) -> Fields:
     plain = not (softcap or alibi or attn_mask != "none")
     return (("any_scale", any_scale and plain), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
 
 
-def variants() -> Iterator[tuple[str, tuple[tuple[str, ConfigValue], ...]]]:
+def variants() -> Iterator[tuple[str, Fields]]:
     """(element, switches) of every image of a tile."""
     for element in _ELEMENTS:
         yield element, _switches(any_scale=True)
@@ -183,9 +179,7 @@ def element(x: Inputs) -> tuple[str, str]:
     return ("element", "fp16" if x.q.dtype == torch.float16 else "bf16")
 
 
-def choose(
-    entry: str, fields: tuple[tuple[str, ConfigValue], ...], arch: str
-) -> tuple[Image, Callable[[Image], Image]]:
+def choose(entry: str, fields: Fields, arch: str) -> tuple[Image, Callable[[Image], Image]]:
     """An image, and what gives another where the driver refuses it."""
 
     def another(refused: Image) -> Image:
@@ -204,7 +198,7 @@ def prepare(
     head_dim, head_dim_v, tile_m, tile_n, num_warps, _ = (n for _, n in sizes)
     per_head = max(1, x.seqlen_k * (x.head_dim + x.head_dim_v) * 2)
     forward = describe(x, tile_m, body.section_bytes // per_head, direct)
-    fields: tuple[tuple[str, ConfigValue], ...] = (element(x), *sizes, ("keep_q", False), *switches(x, forward.mask))
+    fields: Fields = (element(x), *sizes, ("keep_q", False), *switches(x, forward.mask))
     image, another = choose(body.entry, fields, device_of(x.q.device).arch)
     shared = 2 * (tile_m * max(head_dim, head_dim_v) + tile_n * (head_dim + head_dim_v))
     call = Call(

@@ -13,8 +13,8 @@ from .. import forward_call, jit, launch
 from ..capability import Capability, HeadDims
 from ..device import Device
 from ..device import of as device_of
-from ..forward_call import FEATURES
-from ..images import ConfigValue, ImageSpec
+from ..forward_call import FEATURES, Fields
+from ..images import ImageSpec
 from ..inputs import Inputs, is_direct
 from ..kernel_call import Call, Shape, TensorMap
 from ..launch_params import ForwardParams
@@ -79,11 +79,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     bounded = x.causal or x.window_right is not None
     heads = 32 // (x.num_heads_q // x.num_heads_kv) if bounded else 1
     forward = forward_call.describe(x, tile_m, heads, _direct)
-    fields: tuple[tuple[str, ConfigValue], ...] = (
-        forward_call.element(x),
-        *sizes,
-        *forward_call.switches(x, forward.mask),
-    )
+    fields: Fields = (forward_call.element(x), *sizes, *forward_call.switches(x, forward.mask))
     image, another = forward_call.choose(_ENTRY, fields, _ARCH)
     base = Params.p.offset
     params = Params(p=forward.params, tiles=forward.tiles)

@@ -24,11 +24,14 @@ struct Barrier {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
     }
     XATTN_DEVICE void wait(u32 parity) const {
-        asm volatile(
-            "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra.uni "
-            "past;\nbra.uni again;\npast:\n}" ::"r"(address),
-            "r"(parity)
-            : "memory");
+        u32 done;
+        do {
+            asm volatile(
+                "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                : "=r"(done)
+                : "r"(address), "r"(parity)
+                : "memory");
+        } while (!done);
     }
 };
 
