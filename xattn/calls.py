@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, ops, paging, repeats, rng, segments, validate
+from . import autograd, dispatch, fusion, ops, paging, probe, repeats, rng, validate
 from .device import of as device_of
 from .errors import UnsupportedError
 from .fusion import Epilogue
@@ -132,7 +132,7 @@ def run(call: Call) -> Any:
         dispatch.must_answer(found, backend)
         if call.append is not None:
             _validate_appended(inputs, call.append)
-        _probe_functions(inputs)
+        probe.functions(inputs)
     positional = call.positional
     if call.rotary is not None:  # before anything is written: the tables may be too short for q
         q, _, _, _, lengths = positional
@@ -347,29 +347,6 @@ def _traceable(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor]) 
         device = next((t.device for t in _held(fn)), torch.device("cpu"))
         aux = [torch.zeros((), dtype=t.dtype, device=device).expand(t.shape) for t in aux]
     fusion.trace(role, fn, device, aux)
-
-
-def _probe_functions(x: Inputs) -> None:
-    """On the CPU, before a result or a token is written: user functions at the first and last index of each kind.
-
-    So that a tensor which they hold and which is too small is found in time; kernels find the rest.
-    """
-    functions = [(role, getattr(x, role), aux) for role in _FUNCTIONS if (aux := getattr(x, f"{role}_aux"))]
-    if not functions or x.q.device.type != "cpu":
-        return
-    if x.kind != "paged":
-        validate.values(x)
-    heads = torch.tensor([0, x.num_heads_q - 1])
-    for segment in segments.segments(x, 1):
-        batch, seqlen_q, seqlen_k = segment.batch_idx, segment.extent_q, segment.extent_k
-        for role, mod, aux in functions:
-            last = (x.head_dim_v if role == "epilogue" else seqlen_k) - 1
-            if seqlen_q < 1 or last < 0:
-                continue
-            first = seqlen_k - seqlen_q if x.kind == "paged" else 0
-            value = [] if role == "mask_mod" else [torch.zeros(len(batch), 2, 2, 2)]
-            ends = torch.tensor([[first], [first + seqlen_q - 1]]), torch.tensor([0, last])
-            mod.eager(*value, batch[:, None, None, None], heads[:, None, None], *ends, *aux)
 
 
 def _check_out(call: Call, grads: bool) -> None:

@@ -17,12 +17,13 @@ to be had.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, launch, paging, repeats, settings, status, validate
+from . import autograd, dispatch, fusion, launch, paging, probe, repeats, settings, status, validate
 from .backends import Backend, Config, Unavailable
 from .device import of as device_of
 from .errors import UnsupportedError
@@ -283,6 +284,7 @@ def _check(*args, out=None, lengths=None, **kwargs):
     for name, t in (("k_cache", inputs.k), ("v_cache", inputs.v), ("out", out)):
         if t is not None:
             validate.writable(name, t)
+    probe.functions(inputs if lengths is None else replace(inputs, seqlens_k=lengths))
     return present(inputs.seqlens_k).clone()
 
 

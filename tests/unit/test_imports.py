@@ -37,7 +37,7 @@ ROWS = (
     {"launch_bindings", "launch_library"},
     {"launch"},
     {"forward_call"},
-    {"chunks", "paging", "page_pool"},
+    {"chunks", "paging", "page_pool", "probe"},
     {"reference"},
     {"backends"},
     {"dispatch"},

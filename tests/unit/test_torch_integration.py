@@ -461,6 +461,13 @@ def _inference(*shape: int) -> Tensor:
         return torch.zeros(shape)
 
 
+TWO_HEADS = torch.ones(2)
+
+
+def _of_two_heads(score, b, h, q_idx, kv_idx):
+    return score * TWO_HEADS[h]
+
+
 SHORT = xattn.Rotary(torch.ones(4, 4), torch.ones(4, 4))
 REFUSED_BEFORE_WRITING = {
     "a backend that cannot": ({"backend": "sdpa", "sinks": torch.zeros(4)}, "sinks"),
@@ -478,6 +485,12 @@ REFUSED_BEFORE_WRITING = {
         "cu_seqlens_q",
     ),
     "a bound too small for the new tokens": ({"max_seqlen_k": 5}, "max_seqlen_k: got 5"),
+    "offsets of new tokens": (
+        {"k_new": randn(2, 2, 8), "v_new": randn(2, 2, 8), "cu_seqlens_new": torch.tensor([0, 3, 2])},
+        "cu_seqlens_new",
+    ),
+    "a scale that cannot divide": ({"k_scale": torch.zeros(())}, "k_scale: got 0"),
+    "a tensor too small for its function": ({"score_mod": _of_two_heads}, "out of bounds|out of range"),
     "a page of older tokens": ({"page_table": torch.tensor([[9, 1, 2], [3, 4, 5]])}, "page_table"),
 }
 
@@ -785,7 +798,7 @@ def test_transforms_of_paged_calls():
         (torch.func.grad(lambda x: torch.vmap(total)(x).sum()), q[None]),
         (torch.func.jacrev(total), q),
     ):
-        with pytest.raises(ValueError, match="^q: .*attention_paged has no gradient"):
+        with pytest.raises((ValueError, UnsupportedError), match="^q: .*attention_paged has no gradient"):
             way(x)
 
 
