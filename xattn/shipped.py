@@ -39,7 +39,7 @@ class Row:
 
 
 def _is_plain(name: str, value: ConfigValue) -> bool:
-    return value == "none" if name == "attn_mask" else value is not True
+    return value == "none" if name == "attn_mask" else value is not True or name == "keep_q"
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ BODY = ForwardBody(
 
 
 def _images(arch: str) -> Iterator[ImageSpec]:
-    """For NVIDIA's architectures from 8.0 on."""
-    vendor, _, number = arch.rstrip("af").partition("_")
+    """For NVIDIA's architectures from 8.0 on, by their plain names."""
+    vendor, _, number = arch.partition("_")
     if vendor in ("sm", "compute") and number.isdigit() and int(number) >= 80:
         yield from BODY.images(arch)
 

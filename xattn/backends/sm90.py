@@ -71,6 +71,15 @@ def _tile(head_dim: int, head_dim_v: int) -> tuple[tuple[str, int | bool], ...]:
     return (("head_dim", d), ("head_dim_v", dv), *zip(_TILE_NAMES, row[1:], strict=True))
 
 
+def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields:
+    """An image's configuration. Where a score is more than a product its lanes need registers: Q stays in shared memory
+    then, unless it is small."""
+    plain = all(value in (False, "none") for _, value in switches)
+    if not plain and dict(sizes)["head_dim"] != 64:
+        sizes = tuple((name, False if name == "keep_q" else value) for name, value in sizes)
+    return (element, *sizes, *switches)
+
+
 def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     x, options = inputs, dict(config)
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
@@ -79,7 +88,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     bounded = x.causal or x.window_right is not None
     heads = 32 // (x.num_heads_q // x.num_heads_kv) if bounded else 1
     forward = forward_call.describe(x, tile_m, heads, _direct)
-    fields: Fields = (forward_call.element(x), *sizes, *forward_call.switches(x, forward.mask))
+    fields = _fields(forward_call.element(x), sizes, forward_call.switches(x, forward.mask))
     image, another = forward_call.choose(_ENTRY, fields, _ARCH)
     base = Params.p.offset
     params = Params(p=forward.params, tiles=forward.tiles)
@@ -130,7 +139,7 @@ def _images(arch: str) -> Iterator[ImageSpec]:
     for d in _DIMS:
         for dv in _DIMS:
             for name, chosen in forward_call.variants():
-                yield ImageSpec(_ENTRY, (("element", name), *_tile(d, dv), *chosen), arch)
+                yield ImageSpec(_ENTRY, _fields(("element", name), _tile(d, dv), chosen), arch)
 
 
 def _missing(device: Device) -> str:
