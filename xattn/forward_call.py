@@ -151,8 +151,7 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
             tensors[name] = t if t.is_contiguous() else t.contiguous()
             p.index64 |= (t.dtype == torch.int64) << bit
             p.status = status.word(x.q.device).data_ptr()
-    ratio = x.num_heads_q // x.num_heads_kv
-    p.heads_in_section = min(max(1, heads_at_once) * ratio, max(1, sequences * x.num_heads_q))
+    p.order_tiles(max(1, heads_at_once) * (x.num_heads_q // x.num_heads_kv))
     ordered = {name: tensors[name] for name in TENSORS[x.kind] if name in tensors}
     return Forward(p, ordered, tuple(outputs), mask)
 

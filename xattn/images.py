@@ -23,7 +23,7 @@ from . import settings
 
 log = logging.getLogger("xattn")
 
-PARAMS_VERSION = 2  # kParamsVersion of csrc_cuda/kernels/params.h
+PARAMS_VERSION = 3  # kParamsVersion of csrc_cuda/kernels/params.h
 _MAGIC = b"XATTN-IMAGE-1\n"
 _SUFFIX = ".image"
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)

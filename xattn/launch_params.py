@@ -29,6 +29,17 @@ class Operand(ctypes.Structure):
         return cls(None, row * shape[-3] if len(shape) == 4 else 0, row, head)
 
 
+class Divisor(ctypes.Structure):
+    """A number by which kernels divide numbers below 2^31."""
+
+    _fields_ = (("value", ctypes.c_uint32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32))
+
+    @classmethod
+    def of(cls, value: int) -> Divisor:
+        shift = 31 + (value - 1).bit_length()
+        return cls(value, (1 << shift) // value + 1, shift)
+
+
 class ForwardParams(ctypes.Structure):
     """See csrc_cuda/kernels/params.h for the meaning of each field."""
 
@@ -69,5 +80,19 @@ class ForwardParams(ctypes.Structure):
         ("window_left", _S32),
         ("window_right", _S32),
         ("m_blocks", _S32),
-        ("heads_in_section", _S32),
+        ("section_tiles", Divisor),
+        ("section_heads", Divisor),
+        ("last_heads", Divisor),
+        ("heads", Divisor),
+        ("gqa_ratio", Divisor),
     )
+
+    def order_tiles(self, heads_in_section: int) -> None:
+        """Heads of all sequences are worked on in sections of that many; the other fields are there."""
+        heads = self.sequences * self.heads_q
+        section = max(1, min(heads_in_section, heads))
+        self.section_tiles = Divisor.of(max(1, section * self.m_blocks))
+        self.section_heads = Divisor.of(section)
+        self.last_heads = Divisor.of(heads % section or section)
+        self.heads = Divisor.of(max(1, self.heads_q))
+        self.gqa_ratio = Divisor.of(max(1, self.heads_q // max(1, self.heads_kv)))

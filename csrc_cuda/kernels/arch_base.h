@@ -31,6 +31,8 @@ struct ArchBase {
     XATTN_DEVICE static s32 fresh(s32 x) { return Isa::fresh(x); }
 
     XATTN_DEVICE static float infinity() { return Isa::infinity(); }
+    // One instruction, which a comparison and a choice are not; of a number and a NaN it is the number.
+    XATTN_DEVICE static float max(float a, float b) { return Isa::max(a, b); }
     XATTN_DEVICE static float fma(float a, float b, float c) { return Isa::fma(a, b, c); }
     XATTN_DEVICE static float exp2(float x) { return Isa::exp2(x); }
     XATTN_DEVICE static float log2(float x) { return Isa::log2(x); }
@@ -46,8 +48,8 @@ struct ArchBase {
     }
 
     XATTN_DEVICE static float row_max(float x) {
-        x = max_of(x, Isa::shuffle_xor(x, kLaneA));
-        return max_of(x, Isa::shuffle_xor(x, kLaneB));
+        x = max(x, Isa::shuffle_xor(x, kLaneA));
+        return max(x, Isa::shuffle_xor(x, kLaneB));
     }
     XATTN_DEVICE static float row_sum(float x) {
         x += Isa::shuffle_xor(x, kLaneA);

@@ -61,7 +61,7 @@ struct AttentionForward {
         const s32 row0 = t.m_block * kTileM;
         if (row0 >= seq.seqlen_q) return;
         const Visible visible = Visible::of(p, seq);
-        const s32 kv_head = t.head / (p.heads_q / p.heads_kv);
+        const s32 kv_head = s32(quotient(u32(t.head), p.gqa_ratio));
         const u16* q = start(p.q, p.cu_seqlens_q, t.sequence, seq.start_q, t.head);
         const u16* k = start(p.k, p.cu_seqlens_k, t.sequence, seq.start_k, kv_head);
         const u16* v = start(p.v, p.cu_seqlens_k, t.sequence, seq.start_k, kv_head);
@@ -190,7 +190,7 @@ struct AttentionForward {
                 XATTN_UNROLL
                 for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
                 for (int e = 0; e < Arch::kElements; ++e)
-                    largest[Arch::row_slot(e)] = max_of(largest[Arch::row_slot(e)], acc_s[g][n].x[e]);
+                    largest[Arch::row_slot(e)] = Arch::max(largest[Arch::row_slot(e)], acc_s[g][n].x[e]);
                 Scores<Arch, Config>::to_log2(scores.p, largest);
                 if (soft[g].move_reference(largest, factor)) {
                     XATTN_UNROLL

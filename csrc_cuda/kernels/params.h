@@ -6,7 +6,7 @@
 
 namespace xattn {
 
-constexpr int kParamsVersion = 2;
+constexpr int kParamsVersion = 3;
 
 // A tensor of (batch, row, head, head_dim); strides in elements. Packed tensors have no batch stride.
 struct Operand {
@@ -15,6 +15,15 @@ struct Operand {
     s64 row_stride;
     s64 head_stride;
 };
+
+// A number below 2^31 is divided by `value` with a multiplication and a shift (Granlund and Montgomery, 1994).
+struct Divisor {
+    u32 value;
+    u32 multiplier;  // floor(2^shift / value) + 1
+    u32 shift;       // 31 + ceil(log2(value))
+};
+
+XATTN_DEVICE u32 quotient(u32 n, const Divisor& d) { return u32((u64(n) * d.multiplier) >> d.shift); }
 
 // Bad values that only the device can see, by their place in the status words (xattn/status.py).
 enum class Status { cu_seqlens, max_seqlen, seqlens_k, page_table, rotary, no_room };
@@ -57,9 +66,14 @@ struct ForwardParams {
     float softcap;    // softcap * log2(e); 0: none
     s32 causal;       // 1: keys up to the diagonal
     s32 window_left;  // -1: unbounded
-    s32 window_right;      // -1: unbounded
-    s32 m_blocks;          // tiles along seqlen_q
-    s32 heads_in_section;  // tile order: see scheduler.h
+    s32 window_right;  // -1: unbounded
+    s32 m_blocks;      // tiles along seqlen_q
+    // Tile order: see scheduler.h.
+    Divisor section_tiles;  // tiles of a section
+    Divisor section_heads;  // heads of a section, and of the last one
+    Divisor last_heads;
+    Divisor heads;      // heads_q
+    Divisor gqa_ratio;  // heads_q / heads_kv
 };
 
 }  // namespace xattn

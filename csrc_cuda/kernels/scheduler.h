@@ -13,16 +13,16 @@ struct Tile {
     s32 sequence;
 };
 
-// A launch has fewer than 2^31 tiles (the host splits what has more), so that 32-bit division does.
+// A launch has fewer than 2^31 tiles.
 XATTN_DEVICE Tile tile_at(const ForwardParams& p, u32 index) {
-    const u32 per_section = u32(p.heads_in_section) * p.m_blocks;
-    const u32 section = index / per_section;
-    const u32 rest = index - section * per_section;
-    const u32 first = section * p.heads_in_section;
-    const u32 width = min_of<u32>(p.heads_in_section, u32(p.sequences) * p.heads_q - first);
-    const u32 block = rest / width;
-    const u32 head = first + rest - block * width;
-    const u32 sequence = head / p.heads_q;
+    const u32 section = quotient(index, p.section_tiles);
+    const u32 rest = index - section * p.section_tiles.value;
+    const u32 first = section * p.section_heads.value;
+    const bool whole = first + p.section_heads.value <= u32(p.sequences) * p.heads_q;
+    const Divisor& width = whole ? p.section_heads : p.last_heads;
+    const u32 block = quotient(rest, width);
+    const u32 head = first + rest - block * width.value;
+    const u32 sequence = quotient(head, p.heads);
     const bool bounded_right = p.causal || p.window_right >= 0;
     return {s32(bounded_right ? p.m_blocks - 1 - block : block), s32(head - sequence * p.heads_q), s32(sequence)};
 }

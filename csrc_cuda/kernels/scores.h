@@ -86,7 +86,7 @@ struct Scores {
 
     // One more key with logit `sink` (log2) and value 0: changes the base, the sum and the output's factor.
     XATTN_DEVICE static void add_sink(float sink, float& base, float& sum, float& inverse) {
-        const float top = sum == 0.0f ? sink : max_of(base, sink);
+        const float top = sum == 0.0f ? sink : Arch::max(base, sink);
         const float scale = sum == 0.0f ? 0.0f : Arch::exp2(base - top);
         sum = sum * scale + Arch::exp2(sink - top);
         inverse = scale / sum;

@@ -28,7 +28,7 @@ struct Softmax {
         if (!Arch::any(moves)) return false;
         XATTN_UNROLL
         for (int r = 0; r < kRows; ++r) {
-            const float top = Arch::row_max(max_of(largest[r], reference[r]));
+            const float top = Arch::row_max(Arch::max(largest[r], reference[r]));
             const float old = reference[r];
             reference[r] = top;
             factor[r] = top == -Arch::infinity() ? 1.0f : Arch::exp2(old - top);

@@ -102,8 +102,8 @@ class HostKernel:
             window_left=-1 if left is None else left,
             window_right=-1 if right is None else right,
             m_blocks=m_blocks,
-            heads_in_section=3,
         )
+        p.order_tiles(3)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(batch, heads, seqlen_q, seqlen_k)
             p.mask = attn_mask.data_ptr()

@@ -40,7 +40,7 @@ _TILES = (
     (96, 128, 2, 3, True),
     (128, 128, 2, 2, True),
     (192, 112, 2, 2, False),
-    (256, 80, 2, 2, False),
+    (256, 64, 2, 2, False),
 )
 _TILE_NAMES = ("tile_n", "num_warpgroups", "num_stages", "keep_q")
 _SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)

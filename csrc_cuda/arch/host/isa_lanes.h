@@ -40,6 +40,7 @@ struct IsaHostLanes {
     static s32 fresh(s32 x) { return x; }
 
     static float infinity() { return INFINITY; }
+    static float max(float a, float b) { return std::fmax(a, b); }
     static float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
     static float divide(float a, float b) { return a / b; }
     static float exp2(float x) { return std::exp2f(x); }

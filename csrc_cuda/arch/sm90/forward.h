@@ -156,7 +156,7 @@ struct Sm90Forward {
         }
 
       private:
-        XATTN_DEVICE s32 kv_head(const Work& w) const { return w.tile.head / (params.p.heads_q / params.p.heads_kv); }
+        XATTN_DEVICE s32 kv_head(const Work& w) const { return s32(quotient(u32(w.tile.head), params.p.gqa_ratio)); }
 
         XATTN_DEVICE void load_q(const Work& w) {
             const Barrier full = buffers.q_full();
@@ -414,10 +414,15 @@ struct Sm90Forward {
                 scores.modify(acc_s, 0, key0);
                 if (!whole) scores.mask(acc_s, 0, key0);
             }
-            float largest[2] = {-Arch::infinity(), -Arch::infinity()};
+            // Two chains for each row, of the left and the right half of every 16 columns: one would wait for itself.
+            float part[2][2];
             XATTN_UNROLL
             for (int g = 0; g < kKeyGroups; ++g) XATTN_UNROLL
-            for (int e = 0; e < 8; ++e) largest[Arch::row_slot(e)] = max_of(largest[Arch::row_slot(e)], acc_s[g].x[e]);
+            for (int e = 0; e < 8; ++e) {
+                float& most = part[Arch::row_slot(e)][e >> 2];
+                most = g == 0 && e % 2 == 0 ? acc_s[g].x[e] : Arch::max(most, acc_s[g].x[e]);
+            }
+            float largest[2] = {Arch::max(part[0][0], part[0][1]), Arch::max(part[1][0], part[1][1])};
             S::to_log2(p, largest);
             const bool moved = soft.move_reference(largest, factor);
             const float base[2] = {soft.base(0), soft.base(1)};
@@ -425,10 +430,12 @@ struct Sm90Forward {
             for (int g = 0; g < kKeyGroups; ++g) XATTN_UNROLL
             for (int e = 0; e < 8; ++e) {
                 const int r = Arch::row_slot(e);
-                const float weight = Arch::exp2(S::relative(p, acc_s[g].x[e], base[r]));
-                acc_s[g].x[e] = weight;
-                soft.row_sum[r] += weight;
+                float& sum = part[r][e >> 2];
+                acc_s[g].x[e] = Arch::exp2(S::relative(p, acc_s[g].x[e], base[r]));
+                sum = g == 0 && e % 2 == 0 ? acc_s[g].x[e] : sum + acc_s[g].x[e];
             }
+            XATTN_UNROLL
+            for (int r = 0; r < 2; ++r) soft.row_sum[r] += part[r][0] + part[r][1];
             return moved;
         }
         XATTN_DEVICE void to_weights() {

@@ -39,8 +39,9 @@ def call(q, k, v, return_lse: bool = True) -> Call:
         q=Operand.of(q), k=Operand.of(k), v=Operand.of(v), out=Operand.dense(q.shape),
         batch=batch, sequences=batch, heads_q=heads, heads_kv=k.shape[2], seqlen_q=seqlen, seqlen_k=k.shape[1],
         head_dim=dim, head_dim_v=dim, scale=dim**-0.5 * 1.4426950408889634, window_left=-1, window_right=-1,
-        m_blocks=-(-seqlen // 64), heads_in_section=3, lse_head_stride=seqlen, lse_batch_stride=seqlen * heads,
+        m_blocks=-(-seqlen // 64), lse_head_stride=seqlen, lse_batch_stride=seqlen * heads,
     )  # fmt: skip
+    p.order_tiles(3)
     outputs = [Output(slot(ForwardParams, "out"), tuple(q.shape), q.dtype)]
     if return_lse:
         outputs.append(Output(slot(ForwardParams, "lse"), (batch, heads, seqlen), torch.float32))
