@@ -116,7 +116,8 @@ def run(call: Call) -> Any:
     if not compiling:
         _refuse_transforms(call)
     if compiling and call.out is not None:
-        given = [t for t in (*call.positional, *call.kwargs.values()) if isinstance(t, Tensor)]
+        held = [t for role in ("score_mod", "epilogue") for t in call.kwargs.get(f"{role}_aux") or ()]
+        given = [t for t in (*call.positional, *call.kwargs.values(), *held) if isinstance(t, Tensor)]
         _check_out(call, torch.is_grad_enabled() and any(t.requires_grad for t in given))
     if compiling and call.append is not None:
         # The same checks as below, by an op that what is written depends on: lengths flow through it.

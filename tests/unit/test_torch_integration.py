@@ -423,6 +423,13 @@ def in_way(way: str, f, **options):
     return f if way == "eager" else torch.compile(f, backend="aot_eager", **WAYS[way])
 
 
+LEARNED = torch.ones(4, requires_grad=True)
+
+
+def _learned(score, b, h, q_idx, kv_idx):
+    return score * LEARNED[h]
+
+
 BAD_OUT = {
     "shape that broadcasts": lambda: torch.full((2, 2, 5, 4, 8), 7.0),
     "dtype": lambda: torch.full((2, 5, 4, 8), 7, dtype=torch.int32),
@@ -443,6 +450,8 @@ def test_out_is_checked_alike(way, name):
     assert out.device.type == "meta" or bool((out == 7).all())
     with pytest.raises(Exception, match="out: got a gradient is asked for"):
         in_way(way, lambda q, k, v, out: xattn.attention(q, k, v, out=out))(*qkv(), torch.empty(2, 5, 4, 8))
+    with pytest.raises(Exception, match="out: got a gradient is asked for"):
+        in_way(way, lambda q, k, v, out: xattn.attention(q, k, v, out=out, score_mod=_learned))(q, k, v, q * 0)
 
 
 @pytest.mark.parametrize("way", WAYS)
