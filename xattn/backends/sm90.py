@@ -29,7 +29,6 @@ CAPABILITY = Capability(
     head_dim=HeadDims(largest=256, multiple_of=8),
     head_dim_v=HeadDims(largest=256, multiple_of=8),
     features=FEATURES,
-    nonempty=True,
 )
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
@@ -95,17 +94,23 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     panels = (-(-head_dim // 64), -(-head_dim_v // 64))
     shared = 128 * (tile_m * panels[0] + stages * tile_n * sum(panels)) + 8 * (2 + 4 * stages)
     q, k, v = (forward.tensors[n] for n in "qkv")
-    rows = ((Params.q, q, tile_m), (Params.k, k, tile_n), (Params.v, v, tile_n))
+    # Without keys nothing is loaded: Q stands for what has no address.
+    numbered = [(n, t) if t.numel() else (0, q) for n, t in enumerate((q, k, v))]
+    boxes = ((Params.q, tile_m), (Params.k, tile_n), (Params.v, tile_n))
     call = Call(
         image=image,
         symbol="xattn_forward",
         device=x.q.device,
-        shape=Shape((min(forward.tiles, device_of(x.q.device).sm_count), 1, 1), (128 * (groups + 1), 1, 1), shared),
+        shape=Shape(
+            (min(forward.tiles, device_of(x.q.device).sm_count) if q.numel() else 0, 1, 1),
+            (128 * (groups + 1), 1, 1),
+            shared,
+        ),
         params=params,
         slots=forward.slots(base),
         outputs=tuple(replace(o, offset=base + o.offset) for o in forward.outputs),
         aligned=3,
-        maps=tuple(_map(field.offset, n, t, box) for n, (field, t, box) in enumerate(rows)),
+        maps=tuple(_map(field.offset, n, t, rows) for (field, rows), (n, t) in zip(boxes, numbered, strict=True)),
         other_image=another,
     )
     return call, forward.tensors
