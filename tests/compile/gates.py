@@ -78,22 +78,22 @@ def spec(name: str, arch: str) -> ImageSpec:
 # Shipped images: every variant. NVRTC 12.9, 13.0 and 13.5 use the same. 255 registers are all that a thread can have;
 # d64 and d128 spill loop-invariant values (and the masks their addresses).
 _SHIPPED = {
-    "d64": (255, 172),
-    "d64 fp16": (255, 172),
-    "d64 softcap alibi": (255, 376),
-    "d128": (255, 184),
-    "d128 fp16": (255, 184),
-    "d128 softcap alibi": (255, 140),
-    "d128 boolean": (255, 356),
-    "d128 added16": (255, 352),
-    "d128 added32": (255, 352),
+    "d64": (255, 132),
+    "d64 fp16": (255, 132),
+    "d64 softcap alibi": (255, 340),
+    "d128": (255, 128),
+    "d128 fp16": (255, 128),
+    "d128 softcap alibi": (255, 172),
+    "d128 boolean": (255, 352),
+    "d128 added16": (255, 340),
+    "d128 added32": (255, 340),
     "d256": (255, 0),
     "d256 softcap alibi": (255, 0),
 }
 
 # Images compiled at first use; compilers and architectures differ by some tens of bytes.
 _LATER_ARCHS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
-_LATER = {"d64": (255, 256), "d128": (255, 192), "d256": (255, 32)}
+_LATER = {"d64": (255, 256), "d128": (255, 224), "d256": (255, 32)}
 
 # Vector and accumulation registers together, of 512: bounds are where a wave less would fit on a SIMD. clang 22.
 _CDNA_ARCHS = ("gfx90a", "gfx942", "gfx950")

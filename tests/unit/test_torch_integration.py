@@ -90,6 +90,7 @@ def graphs() -> int:
 # ---------------------------------------------------------------- opcheck
 def test_all_ops_are_tested_here():
     names = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("xattn::")}
+    names -= {"launch"}  # the compiled launcher's, where it is in use: tests/unit/test_launcher.py
     assert names == {
         "attention",
         "attention_varlen",
