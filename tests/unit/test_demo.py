@@ -17,7 +17,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import xattn
 from xattn import dispatch
 from xattn.__main__ import main
 from xattn.compat import transformers_cache
@@ -175,7 +174,7 @@ def test_folders_that_hold_no_model(tmp_path, capsys, config):
 
 
 # ---------------------------------------------------------------- ci/demo
-CI_DEMO = Path(xattn.__file__).parent.parent / "ci" / "demo"
+CI_DEMO = Path(__file__).parents[2] / "ci" / "demo"
 
 
 def ci_demo(*options: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -79,7 +79,8 @@ def module_of(path: Path) -> str:
     return "xattn" if top == "__init__" else top
 
 
-FILES = sorted(ROOT.rglob("*.py"))
+# An installed package also holds the kernel sources, and hipify.py among them: a program, not a module.
+FILES = sorted(p for p in ROOT.rglob("*.py") if not p.relative_to(ROOT).parts[0].startswith("csrc_"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

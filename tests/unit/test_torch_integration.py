@@ -603,7 +603,7 @@ torch.save(module(*torch.load({str(tmp_path / "inputs.pt")!r})), {str(tmp_path /
     all_equal(torch.load(tmp_path / "outputs.pt"), wanted)
 
 
-README = Path(xattn.__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
