@@ -95,8 +95,8 @@ _SHIPPED = {
 _LATER_ARCHS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 _LATER = {"d64": (255, 256), "d128": (255, 224), "d256": (255, 32)}
 
-# Vector and accumulation registers together, of 512: bounds are where a wave less would fit on a SIMD, but for d128 with
-# a mask, which misses it by one. Spilled are scalar registers, into vector ones; nothing goes to memory. clang 22.
+# Vector and accumulation registers together, of 512: bounds are where a wave less would fit on a SIMD, but for masks at
+# d128, which miss it by one. Spilled are scalar registers, into vector ones; nothing goes to memory. clang 22.
 _CDNA_ARCHS = ("gfx90a", "gfx942", "gfx950")
 _CDNA_GATES = {
     "d64": (128, 0),
