@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .concurrency import ForkSafeLock
 from .kernel_call import Call, filled, load_error
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 class Cuda:

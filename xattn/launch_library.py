@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .concurrency import ForkSafeLock
 from .kernel_call import Call, LaunchError, advised, load_error
 
 NAME = "libxattn_launcher.so"
@@ -98,7 +98,7 @@ _DTYPES = {
 }
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _opened: dict[str, Any] = {}
 
 
