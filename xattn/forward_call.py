@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import jit, launch, status
+from .capability import Capability, HeadDims
 from .device import Device
 from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
@@ -23,23 +24,30 @@ TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
 _PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi"}  # fields of the parameter block that have other names
 _STATUS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # values that only the device can see
 _ELEMENTS = ("bf16", "fp16")
-# What the body answers besides the plain call: names of problem.FEATURES.
-FEATURES = frozenset(
-    {
-        "causal",
-        "window",
-        "softcap",
-        "alibi_slopes",
-        "attn_mask_bool",
-        "attn_mask_additive",
-        "seqused_k",
-        "sinks",
-        "return_lse",
-        "gqa",
-    }
-)
 _MASKS = ("none", "boolean", "added16", "added32")
 
+
+# What every kernel with ForwardParams answers; a backend adds its vendors and architectures.
+CAPABILITY = Capability(
+    kinds=frozenset({"attention", "varlen"}),
+    dtypes=frozenset({("bf16", "bf16"), ("fp16", "fp16")}),
+    head_dim=HeadDims(largest=256, multiple_of=8),
+    head_dim_v=HeadDims(largest=256, multiple_of=8),
+    features=frozenset(
+        {
+            "causal",
+            "window",
+            "softcap",
+            "alibi_slopes",
+            "attn_mask_bool",
+            "attn_mask_additive",
+            "seqused_k",
+            "sinks",
+            "return_lse",
+            "gqa",
+        }
+    ),
+)
 
 Fields = tuple[tuple[str, ConfigValue], ...]  # of a kernel's Config struct; their order is part of an image's address
 
@@ -60,12 +68,6 @@ class ForwardBody:
         row = next(row for row in self.tiles if max(dims) <= row[0])
         return (("head_dim", dims[0]), ("head_dim_v", dims[1]), *zip(TILE_NAMES, row[1:], strict=True))
 
-    def config(self, problem: Problem) -> tuple[tuple[str, object], ...]:
-        """What the plan prints."""
-        mask = {"": "none", "bool": "boolean", "additive": "added"}[problem.attn_mask]
-        config = (*self.tile(problem.head_dim, problem.head_dim_v), ("attn_mask", mask))
-        return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
-
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""
         dims = range(32, self.tiles[-1][0] + 1, 32)
@@ -77,6 +79,13 @@ class ForwardBody:
     def missing(self, device: Device) -> str:
         """``Backend.missing``."""
         return launch.missing() or jit.missing(device.arch)
+
+
+def plan_config(tile: Fields, problem: Problem) -> tuple[tuple[str, object], ...]:
+    """What a plan prints of a native forward: its tile, its mask, and that something is copied."""
+    mask = {"": "none", "bool": "boolean", "additive": "added"}[problem.attn_mask]
+    config = (*tile, ("attn_mask", mask))
+    return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Container, Sequence
 from functools import lru_cache
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import nvrtc12, settings
+from .concurrency import ForkSafeLock
 from .errors import UnsupportedError
 from .images import CONFIG_HEADER, ConfigValue, Image, ImageSpec, Store, sources
 
@@ -41,11 +41,6 @@ class Compiler(Protocol):
 
     def compile(self, spec: ImageSpec) -> tuple[bytes, str, str]:
         """(code, its kind, the compiler's log). Raises CompileError."""
-
-
-def nvrtc_flags(arch: str) -> list[str]:
-    # 128: a loop that a constant condition leaves out
-    return [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", "-diag-suppress=128"]
 
 
 class Nvrtc:
@@ -93,7 +88,8 @@ class Nvrtc:
         (program,) = self._check(
             nvrtc.nvrtcCreateProgram(main.encode(), spec.entry.encode(), len(names), bodies, names)
         )
-        flags = nvrtc_flags(spec.arch)
+        # 128: a loop that a constant condition leaves out
+        flags = [f"--gpu-architecture={spec.arch}", "--std=c++17", "--ptxas-options=-v", "-diag-suppress=128"]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
         text = self._get(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0 ").decode()
         try:
@@ -252,8 +248,8 @@ class HostCompiler(_OnDisk):
 COMPILERS: tuple[Compiler, ...] = (Nvrtc(), Nvrtc12(), Hiprtc(), Clang(), HostCompiler())
 SHIPPING: tuple[Compiler, ...] = (COMPILERS[1], COMPILERS[0], *COMPILERS[2:])
 
-_locks: dict[str, threading.Lock] = {}
-_guard = threading.Lock()
+_locks: dict[str, ForkSafeLock] = {}
+_guard = ForkSafeLock()
 
 
 def compiler_for(arch: str, compilers: Sequence[Compiler] | None = None, without: Container[str] = ()) -> Compiler:
@@ -283,7 +279,7 @@ def get(spec: ImageSpec, store: Store | None = None) -> Image:
     Neither is one that a driver refused (see ``refuse``)."""
     store = store or Store()
     with _guard:
-        lock = _locks.setdefault(spec.key(), threading.Lock())
+        lock = _locks.setdefault(spec.key(), ForkSafeLock())
     with lock:
         image = store.find(spec, _refused)
         if image is None:

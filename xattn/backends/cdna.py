@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .. import forward_call
-from ..capability import Capability, HeadDims
-from ..forward_call import FEATURES, ForwardBody
+from ..forward_call import ForwardBody
 from ..images import ImageSpec
 from .base import Backend
 
-CAPABILITY = Capability(
-    vendors=frozenset({"amd"}),
-    archs=frozenset({"gfx90a", "gfx942", "gfx950"}),
-    kinds=frozenset({"attention", "varlen"}),
-    dtypes=frozenset({("bf16", "bf16"), ("fp16", "fp16")}),
-    head_dim=HeadDims(largest=256, multiple_of=8),
-    head_dim_v=HeadDims(largest=256, multiple_of=8),
-    features=FEATURES,
+CAPABILITY = replace(
+    forward_call.CAPABILITY, vendors=frozenset({"amd"}), archs=frozenset({"gfx90a", "gfx942", "gfx950"})
 )
 
 # Q, K and V together fill at most the 64 KiB of LDS of gfx90a and gfx942; nothing here is measured.
@@ -39,7 +33,9 @@ BACKEND = Backend(
     native=True,
     capabilities=lambda: (CAPABILITY,),
     prepare=lambda inputs, config: forward_call.prepare(BODY, inputs, config),
-    config=lambda problem, size, device: BODY.config(problem),
+    config=lambda problem, size, device: forward_call.plan_config(
+        BODY.tile(problem.head_dim, problem.head_dim_v), problem
+    ),
     notes=("not run on AMD hardware: compiled, and checked in emulation",),
     missing=BODY.missing,
     images=_images,

@@ -7,22 +7,14 @@ compiler at hand knows (jit.choose).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .. import forward_call
-from ..capability import Capability, HeadDims
-from ..forward_call import FEATURES, ForwardBody
+from ..forward_call import ForwardBody
 from ..images import ImageSpec
 from .base import Backend
 
-CAPABILITY = Capability(
-    vendors=frozenset({"nvidia"}),
-    least_arch="sm_80",
-    kinds=frozenset({"attention", "varlen"}),
-    dtypes=frozenset({("bf16", "bf16"), ("fp16", "fp16")}),
-    head_dim=HeadDims(largest=256, multiple_of=8),
-    head_dim_v=HeadDims(largest=256, multiple_of=8),
-    features=FEATURES,
-)
+CAPABILITY = replace(forward_call.CAPABILITY, vendors=frozenset({"nvidia"}), least_arch="sm_80")
 
 # Measured on an H200 beside smaller and larger tiles, see NOTES.md in csrc_cuda/arch/sm80.
 BODY = ForwardBody(
@@ -45,7 +37,9 @@ BACKEND = Backend(
     native=True,
     capabilities=lambda: (CAPABILITY,),
     prepare=lambda inputs, config: forward_call.prepare(BODY, inputs, config),
-    config=lambda problem, size, device: BODY.config(problem),
+    config=lambda problem, size, device: forward_call.plan_config(
+        BODY.tile(problem.head_dim, problem.head_dim_v), problem
+    ),
     missing=BODY.missing,
     images=_images,
 )

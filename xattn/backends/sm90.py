@@ -10,26 +10,16 @@ import torch
 from torch import Tensor
 
 from .. import forward_call, jit, launch
-from ..capability import Capability, HeadDims
 from ..device import Device
 from ..device import of as device_of
-from ..forward_call import FEATURES, Fields
+from ..forward_call import Fields
 from ..images import ImageSpec
 from ..inputs import Inputs, is_direct
 from ..kernel_call import Call, Shape, TensorMap
 from ..launch_params import ForwardParams
-from ..problem import Problem, SizeBucket
 from .base import Backend, Config
 
-CAPABILITY = Capability(
-    vendors=frozenset({"nvidia"}),
-    archs=frozenset({"sm_90"}),
-    kinds=frozenset({"attention", "varlen"}),
-    dtypes=frozenset({("bf16", "bf16"), ("fp16", "fp16")}),
-    head_dim=HeadDims(largest=256, multiple_of=8),
-    head_dim_v=HeadDims(largest=256, multiple_of=8),
-    features=FEATURES,
-)
+CAPABILITY = replace(forward_call.CAPABILITY, vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}))
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
@@ -56,12 +46,6 @@ class Params(ctypes.Structure):
         ("tiles", ctypes.c_int32),
         ("padding", ctypes.c_byte * (-(ctypes.sizeof(ForwardParams) + 4) % 64)),
     )
-
-
-def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
-    mask = {"": "none", "bool": "boolean", "additive": "added"}[problem.attn_mask]
-    config: Config = (*_tile(problem.head_dim, problem.head_dim_v), ("attn_mask", mask))
-    return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
 
 
 def _tile(head_dim: int, head_dim_v: int) -> tuple[tuple[str, int | bool], ...]:
@@ -156,7 +140,7 @@ BACKEND = Backend(
     native=True,
     capabilities=lambda: (CAPABILITY,),
     prepare=_prepare,
-    config=_config,
+    config=lambda problem, size, device: forward_call.plan_config(_tile(problem.head_dim, problem.head_dim_v), problem),
     missing=_missing,
     images=_images,
 )
