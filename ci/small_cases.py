@@ -3,6 +3,7 @@ every mask, packed sequences with rows behind the last offset."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 
@@ -32,11 +33,16 @@ def options(heads: int, sq: int, sk: int) -> list[dict]:
 
 
 def main() -> int:
+    native = [b.name for b in REGISTRY if b.native]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", nargs="+", choices=native, default=native, help="only these (default: every one)")
+    parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16"), default=("bfloat16", "float16"))
+    args = parser.parse_args()
     warnings.simplefilter("error", xattn.FallbackWarning)
     done = 0
-    for backend in (b.name for b in REGISTRY if b.native):
-        for dtype in (torch.bfloat16, torch.float16):
-            for d, dv in ((64, 64), (40, 72), (128, 128), (192, 128), (256, 256)):
+    for backend in args.backend:
+        for dtype in (getattr(torch, name) for name in args.dtype):
+            for d, dv in ((64, 64), (40, 72), (96, 96), (128, 128), (192, 128), (256, 256)):
                 q = randn(2, 70, 4, d, dtype=dtype)
                 k, v = randn(2, 137, 2, d, dtype=dtype), randn(2, 137, 2, dv, dtype=dtype)
                 for kwargs in options(4, 70, 137):

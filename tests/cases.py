@@ -341,7 +341,10 @@ def make(case: Case, device: str = "cpu") -> Call:
         hidden = mask < -0.8
         if hidden.dim() > 1 and hidden.shape[-2] > 2:
             hidden[..., 1, :] = True  # a row that sees nothing
-        t["attn_mask"] = ~hidden if form == "bool" else mask.masked_fill(hidden, -torch.inf).to(_wide(types["q"]))
+        added = mask.masked_fill(hidden, -torch.inf).to(_wide(types["q"]))
+        if hidden.dim() > 1 and hidden.shape[-2] > 2:
+            added[..., 2, :] = torch.finfo(added.dtype).min  # the same of all keys hides none
+        t["attn_mask"] = ~hidden if form == "bool" else added
     if case.alibi_slopes:
         t["alibi_slopes"] = torch.rand(hq if case.alibi_slopes == "h" else (batch, hq), generator=g)
     if case.sinks:

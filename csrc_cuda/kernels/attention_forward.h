@@ -138,7 +138,7 @@ struct AttentionForward {
         Accumulator acc_s[kRowGroups][kKeyGroups];
         Accumulator acc_o[kRowGroups][kDimV / 16];
         OperandA q[kKeepQ ? kRowGroups : 1][kKeepQ ? kDim / 16 : 1];
-        Softmax<Arch, kRows> soft[kRowGroups];
+        Softmax<Arch, Scores<Arch, Config>, kRows> soft[kRowGroups];
 
         XATTN_DEVICE void softmax_reset() {
             XATTN_UNROLL
@@ -191,7 +191,7 @@ struct AttentionForward {
                 for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
                 for (int e = 0; e < Arch::kElements; ++e)
                     largest[Arch::row_slot(e)] = Arch::max(largest[Arch::row_slot(e)], acc_s[g][n].x[e]);
-                Scores<Arch, Config>::to_log2(scores.p, largest);
+                Scores<Arch, Config>::to_scores(scores.p, largest);
                 if (soft[g].move_reference(largest, factor)) {
                     XATTN_UNROLL
                     for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
@@ -201,8 +201,7 @@ struct AttentionForward {
                 for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
                 for (int e = 0; e < Arch::kElements; ++e) {
                     const int r = Arch::row_slot(e);
-                    const float w =
-                        Arch::exp2(Scores<Arch, Config>::relative(scores.p, acc_s[g][n].x[e], soft[g].base(r)));
+                    const float w = Scores<Arch, Config>::weight(scores.p, acc_s[g][n].x[e], soft[g].base(r));
                     acc_s[g][n].x[e] = w;
                     soft[g].row_sum[r] += w;
                 }
@@ -240,14 +239,14 @@ struct AttentionForward {
                     float sum = Arch::row_sum(soft[g].row_sum[r]);
                     float base = soft[g].base(r);
                     if (p.sinks)
-                        scores.add_sink(p.sinks[t.head] * kLog2e, base, sum, inverse[r]);
+                        scores.add_sink(p.sinks[t.head], base, sum, inverse[r]);
                     else
                         inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
                     if (p.lse && row < seq.seqlen_q && Arch::first_of_row(lane)) {
                         const s64 at = p.cu_seqlens_q
                                            ? t.head * p.lse_head_stride + seq.start_q + row
                                            : t.sequence * p.lse_batch_stride + t.head * p.lse_head_stride + row;
-                        p.lse[at] = sum == 0.0f ? -Arch::infinity() : (base + Arch::log2(sum)) * kLn2;
+                        p.lse[at] = scores.lse(base, sum);
                     }
                 }
                 XATTN_UNROLL

@@ -3,6 +3,9 @@
 //
 // Without softcap, ALiBi or attn_mask the products stay as they are, and the scale, which must be positive then, enters
 // the softmax as one multiply-add. any_scale is for scales that are not.
+//
+// Scores are in log2 units. With an added mask they are in natural units: the lowest float, which masks hold, has no
+// finite value in log2.
 #pragma once
 
 #include "kernels/params.h"
@@ -16,6 +19,9 @@ template <class Arch, class Config>
 struct Scores {
     static constexpr bool kPlain =
         !Config::any_scale && !Config::softcap && !Config::alibi && Config::attn_mask == Mask::none;
+    static constexpr bool kAdded = Config::attn_mask == Mask::added16 || Config::attn_mask == Mask::added32;
+    static constexpr float kUnit = kAdded ? 1.0f : kLog2e;    // a natural logarithm in these units
+    static constexpr float kToLog2 = kAdded ? kLog2e : 1.0f;  // these units in log2
     static constexpr int kKeyGroups = Config::tile_n / 16;
     using Accumulator = typename Arch::Accumulator;
 
@@ -28,23 +34,24 @@ struct Scores {
 
     XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence, s32 head, s32 first_row, int lane_)
         : p(params), visible(v), slope(0.0f), mask_row(nullptr), row0(first_row), lane(lane_) {
-        if (Config::alibi) slope = p.alibi[sequence * p.alibi_batch_stride + head] * kLog2e;
+        if (Config::alibi) slope = p.alibi[sequence * p.alibi_batch_stride + head] * kUnit;
         if (Config::attn_mask != Mask::none) {
             mask_row = static_cast<const u8*>(p.mask) +
                        (sequence * p.mask_batch_stride + head * p.mask_head_stride) * kMaskBytes;
         }
     }
 
-    // Products to scores in log2 units, where they are not plain.
+    // Products to scores, where they are not plain.
     XATTN_DEVICE void modify(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
         if (kPlain) return;
+        const float scale = Config::softcap ? p.scale : p.scale * (kUnit * kLn2), cap = p.softcap * (kUnit * kLn2);
         XATTN_UNROLL
         for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
         for (int e = 0; e < Arch::kElements; ++e) {
             const s32 row = row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)),
                       key = key0 + n * 16 + Arch::col_of(lane, e);
-            float x = s[n].x[e] * p.scale;
-            if (Config::softcap) x = p.softcap * Arch::tanh(x);
+            float x = s[n].x[e] * scale;
+            if (Config::softcap) x = cap * Arch::tanh(x);
             if (Config::alibi) {
                 const s32 distance = row + visible.shift - key;
                 x -= slope * float(distance < 0 ? -distance : distance);
@@ -72,23 +79,31 @@ struct Scores {
         }
     }
 
-    // The largest products of rows, in the units of the softmax.
-    XATTN_DEVICE static void to_log2(const ForwardParams& p, float (&largest)[Arch::kRowsPerLane]) {
+    // The largest products of rows as scores.
+    XATTN_DEVICE static void to_scores(const ForwardParams& p, float (&largest)[Arch::kRowsPerLane]) {
         if (!kPlain) return;
         XATTN_UNROLL
         for (int r = 0; r < Arch::kRowsPerLane; ++r) largest[r] *= p.scale;
     }
 
-    // log2 of a weight relative to its row's reference.
-    XATTN_DEVICE static float relative(const ForwardParams& p, float s, float base) {
-        return kPlain ? Arch::fma(s, p.scale, -base) : s - base;
+    // A key's weight relative to its row's reference.
+    XATTN_DEVICE static float weight(const ForwardParams& p, float s, float base) {
+        return kPlain ? Arch::exp2(Arch::fma(s, p.scale, -base)) : exponential(s - base);
+    }
+    XATTN_DEVICE static float exponential(float difference) { return Arch::exp2(difference * kToLog2); }
+
+    // Of a row, from its reference and the sum of its weights.
+    XATTN_DEVICE static float lse(float base, float sum) {
+        if (sum == 0.0f) return -Arch::infinity();
+        return kAdded ? Arch::fma(Arch::log2(sum), kLn2, base) : (base + Arch::log2(sum)) * kLn2;
     }
 
-    // One more key with logit `sink` (log2) and value 0: changes the base, the sum and the output's factor.
-    XATTN_DEVICE static void add_sink(float sink, float& base, float& sum, float& inverse) {
+    // One more key with that logit and value 0: changes the base, the sum and the output's factor.
+    XATTN_DEVICE static void add_sink(float logit, float& base, float& sum, float& inverse) {
+        const float sink = logit * kUnit;
         const float top = sum == 0.0f ? sink : Arch::max(base, sink);
-        const float scale = sum == 0.0f ? 0.0f : Arch::exp2(base - top);
-        sum = sum * scale + Arch::exp2(sink - top);
+        const float scale = sum == 0.0f ? 0.0f : exponential(base - top);
+        sum = sum * scale + exponential(sink - top);
         inverse = scale / sum;
         base = top;
     }
@@ -104,9 +119,9 @@ struct Scores {
         const u8* at = mask_row + (row * p.mask_row_stride + key * p.mask_col_stride) * kMaskBytes;
         if (Config::attn_mask == Mask::boolean) return *at ? x : -Arch::infinity();
         if (Config::attn_mask == Mask::added16) {
-            return x + Arch::template to_float<typename Config::Element>(*reinterpret_cast<const u16*>(at)) * kLog2e;
+            return x + Arch::template to_float<typename Config::Element>(*reinterpret_cast<const u16*>(at));
         }
-        return x + *reinterpret_cast<const float*>(at) * kLog2e;
+        return x + *reinterpret_cast<const float*>(at);
     }
 };
 

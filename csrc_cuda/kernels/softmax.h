@@ -1,4 +1,4 @@
-// Online softmax (Milakov and Gimelshein, 2018) of the rows that a lane holds, in log2 units.
+// Online softmax (Milakov and Gimelshein, 2018) of the rows that a lane holds, in the units of Scores.
 //
 // The reference of a row need not be its exact maximum: it moves only when a score exceeds it by more than kSlack, so
 // that the common step neither exchanges maxima between lanes nor rescales the output.
@@ -8,7 +8,7 @@
 
 namespace xattn {
 
-template <class Arch, int kRows>  // rows a lane holds
+template <class Arch, class Scores, int kRows>  // rows a lane holds
 struct Softmax {
     static constexpr float kSlack = 8.0f;
     float reference[kRows];
@@ -31,7 +31,7 @@ struct Softmax {
             const float top = Arch::row_max(Arch::max(largest[r], reference[r]));
             const float old = reference[r];
             reference[r] = top;
-            factor[r] = top == -Arch::infinity() ? 1.0f : Arch::exp2(old - top);
+            factor[r] = top == -Arch::infinity() ? 1.0f : Scores::exponential(old - top);
             row_sum[r] *= factor[r];
         }
         return true;

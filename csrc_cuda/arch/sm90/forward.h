@@ -36,6 +36,8 @@ template <class Config>
 struct Sm90Forward {
     using Arch = Sm80<IsaSm80>;  // lane maps and scalar arithmetic
     using Element = typename Config::Element;
+    using S = Scores<Arch, Config>;
+    using Soft = Softmax<Arch, S, 2>;
 
     static constexpr int kConsumers = Config::num_warpgroups;
     static constexpr int kTileM = 64 * kConsumers, kTileN = Config::tile_n, kStages = Config::num_stages;
@@ -205,7 +207,7 @@ struct Sm90Forward {
         Accumulator acc_o[kDimGroups];
         OperandA weights[kKeyGroups];
         OperandA q[Config::keep_q ? kDim / 16 : 1];
-        Softmax<Arch, 2> soft;
+        Soft soft;
 
         XATTN_DEVICE Consumer(const Sm90Params& ps, const Buffers& b, int warpgroup)
             : p(ps.p),
@@ -239,7 +241,7 @@ struct Sm90Forward {
                 const bool last = n == w.n_first;
                 Span following = w;
                 s32 m = n - 1;
-                Softmax<Arch, 2> done;
+                Soft done;
                 if (last) {
                     if (!Config::keep_q) free_q();
                     if (!next(following, index)) break;
@@ -404,7 +406,6 @@ struct Sm90Forward {
 
         // ---- the softmax of a block, as the shared body does it
         XATTN_DEVICE bool softmax(const Span& span, s32 n, float (&factor)[2]) {
-            using S = Scores<Arch, Config>;
             const s32 key0 = n * kTileN;
             const bool whole = key0 >= span.whole_from && key0 + kTileN <= span.whole_to;
             if (!S::kPlain || !whole) {
@@ -423,7 +424,7 @@ struct Sm90Forward {
                 most = g == 0 && e % 2 == 0 ? acc_s[g].x[e] : Arch::max(most, acc_s[g].x[e]);
             }
             float largest[2] = {Arch::max(part[0][0], part[0][1]), Arch::max(part[1][0], part[1][1])};
-            S::to_log2(p, largest);
+            S::to_scores(p, largest);
             const bool moved = soft.move_reference(largest, factor);
             const float base[2] = {soft.base(0), soft.base(1)};
             XATTN_UNROLL
@@ -431,7 +432,7 @@ struct Sm90Forward {
             for (int e = 0; e < 8; ++e) {
                 const int r = Arch::row_slot(e);
                 float& sum = part[r][e >> 2];
-                acc_s[g].x[e] = Arch::exp2(S::relative(p, acc_s[g].x[e], base[r]));
+                acc_s[g].x[e] = S::weight(p, acc_s[g].x[e], base[r]);
                 sum = g == 0 && e % 2 == 0 ? acc_s[g].x[e] : sum + acc_s[g].x[e];
             }
             XATTN_UNROLL
@@ -460,7 +461,7 @@ struct Sm90Forward {
 
         // Divides by the row sums and stores. Four lanes hold a row in pieces of 2 columns of each 8; they exchange
         // them so that each stores 16 bytes at once.
-        XATTN_DEVICE void finish(const Span& span, const Softmax<Arch, 2>& s) {
+        XATTN_DEVICE void finish(const Span& span, const Soft& s) {
             const Work w = work_at(p, Arch::fresh(span.index));
             const int quad = lane & 3;
             XATTN_UNROLL
@@ -469,11 +470,10 @@ struct Sm90Forward {
                 const bool exists = row < w.seq.seqlen_q;
                 float sum = Arch::row_sum(s.row_sum[r]), base = s.base(r), inverse;
                 if (p.sinks)
-                    Scores<Arch, Config>::add_sink(p.sinks[w.tile.head] * kLog2e, base, sum, inverse);
+                    S::add_sink(p.sinks[w.tile.head], base, sum, inverse);
                 else
                     inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-                if (p.lse && exists && quad == 0)
-                    lse_at(w, row) = sum == 0.0f ? -Arch::infinity() : (base + Arch::log2(sum)) * kLn2;
+                if (p.lse && exists && quad == 0) lse_at(w, row) = S::lse(base, sum);
                 u16* out = row_of_out(w, row);
                 XATTN_UNROLL
                 for (int c = 0; c < kDimV / 32; ++c) {
