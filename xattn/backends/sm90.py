@@ -23,15 +23,17 @@ CAPABILITY = replace(forward_call.CAPABILITY, vendors=frozenset({"nvidia"}), arc
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
-# Tiles by the larger head dimension: (up to, tile_n, num_warpgroups, num_stages, keep_q).
+# Tiles by the larger head dimension: (up to, tile_n, num_warpgroups, num_stages, keep_q, q_stages).
 _TILES = (
-    (64, 128, 2, 4, True),
-    (96, 128, 2, 3, True),
-    (128, 128, 2, 2, True),
-    (192, 112, 2, 2, False),
-    (256, 64, 2, 2, False),
+    (64, 128, 2, 4, True, 1),
+    (96, 128, 2, 3, True, 1),
+    (128, 128, 2, 2, True, 1),
+    (192, 112, 2, 2, False, 1),
+    (256, 64, 2, 2, False, 1),
 )
-_TILE_NAMES = ("tile_n", "num_warpgroups", "num_stages", "keep_q")
+_TILE_NAMES = ("tile_n", "num_warpgroups", "num_stages", "keep_q", "q_stages")
+_WORKS = 3  # kWorks, and the bytes of a Work and its two barriers
+_WORK_BYTES = 64 + 16
 _SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)
 
 
@@ -44,7 +46,8 @@ class Params(ctypes.Structure):
         ("v", ctypes.c_uint64 * 16),
         ("p", ForwardParams),
         ("tiles", ctypes.c_int32),
-        ("padding", ctypes.c_byte * (-(ctypes.sizeof(ForwardParams) + 4) % 64)),
+        ("queue", ctypes.c_int32),
+        ("padding", ctypes.c_byte * (-(ctypes.sizeof(ForwardParams) + 8) % 64)),
     )
 
 
@@ -66,7 +69,7 @@ def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields
 def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     x, options = inputs, dict(config)
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
-    head_dim, head_dim_v, tile_n, groups, stages, _ = (int(n) for _, n in sizes)
+    head_dim, head_dim_v, tile_n, groups, stages, _, q_stages = (int(n) for _, n in sizes)
     tile_m = 64 * groups
     bounded = x.causal or x.window_right is not None
     heads = 32 // (x.num_heads_q // x.num_heads_kv) if bounded else 1
@@ -74,9 +77,10 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     fields = _fields(forward_call.element(x), sizes, forward_call.switches(x, forward.mask))
     image, another = forward_call.choose(_ENTRY, fields, _ARCH)
     base = Params.p.offset
-    params = Params(p=forward.params, tiles=forward.tiles)
+    params = Params(p=forward.params, tiles=forward.tiles, queue=-1)
     panels = (-(-head_dim // 64), -(-head_dim_v // 64))
-    shared = 128 * (tile_m * panels[0] + stages * tile_n * sum(panels)) + 8 * (2 + 4 * stages)
+    tensors = 128 * (q_stages * tile_m * panels[0] + stages * tile_n * sum(panels))
+    shared = tensors + _WORKS * _WORK_BYTES + 8 * (2 * q_stages + 4 * stages)
     q, k, v = (forward.tensors[n] for n in "qkv")
     # Without keys nothing is loaded: Q stands for what has no address.
     numbered = [(n, t) if t.numel() else (0, q) for n, t in enumerate((q, k, v))]

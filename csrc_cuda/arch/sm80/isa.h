@@ -7,6 +7,12 @@ namespace xattn {
 
 struct IsaSm80 {
     XATTN_DEVICE static int thread_index() { return int(threadIdx.x); }
+    // Costs no register in between.
+    XATTN_DEVICE static int thread_index_again() {
+        int x;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+        return x;
+    }
     XATTN_DEVICE static u32 block_index() { return blockIdx.x; }
     XATTN_DEVICE static void barrier() { __syncthreads(); }
     XATTN_DEVICE static void warp_barrier() { __syncwarp(); }

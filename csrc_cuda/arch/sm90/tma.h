@@ -43,6 +43,7 @@ struct Ring {
     XATTN_DEVICE void next() {
         if (++stage == stages) stage = 0, parity ^= 1;
     }
+    XATTN_DEVICE Ring before() const { return stage ? Ring{stage - 1, parity} : Ring{stages - 1, parity ^ 1}; }
 };
 
 XATTN_DEVICE void make_barriers_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
