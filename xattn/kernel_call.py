@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .concurrency import ForkSafeLock
 from .images import Image
 
 
@@ -69,7 +70,8 @@ class Call:
     """A launch without its tensors. ``slots``: the offsets in ``params`` where the addresses of the inputs go.
 
     ``aligned``: so many of the first inputs must lie at multiples of 16 bytes. ``other_image``: gives the image to load
-    instead of one that the driver refused.
+    instead of one that the driver refused. ``queue``: the offset in ``params`` of the number of a work queue, which is
+    the same only for launches that never overlap; -1 where there is none.
     """
 
     image: Image
@@ -82,10 +84,38 @@ class Call:
     aligned: int = 0
     other_image: Callable[[Image], Image] | None = None
     maps: tuple[TensorMap, ...] = ()
+    queue: int | None = None
 
     def about(self) -> str:
         """The image, for messages."""
         return f"{self.image.name}, compiled by {self.image.compiler}"
+
+
+WORK_QUEUES = 4096  # that a kernel has; kQueues of csrc_cuda/arch/sm90/tiles.h, kWorkQueues of csrc_cuda/launcher
+_STREAM_QUEUES = 512
+
+
+class WorkQueues:
+    """Numbers of work queues, for launchers in Python: one for each stream, and one for each launch that a graph
+    captures, as nobody knows beside what it is replayed."""
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._streams: dict[tuple[int, int], int] = {}
+        self._captured = _STREAM_QUEUES
+
+    def number(self, device: int, stream: int | None) -> int:
+        """Of a launch; ``stream``: its id, None while it captures. -1: none is left."""
+        with self._lock:
+            if stream is None:
+                if self._captured == WORK_QUEUES:
+                    return -1
+                self._captured += 1
+                return self._captured - 1
+            known = self._streams.get((device, stream))
+            if known is None and len(self._streams) < _STREAM_QUEUES:
+                known = self._streams[device, stream] = len(self._streams)
+            return -1 if known is None else known
 
 
 class Prepared(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .concurrency import ForkSafeLock
-from .kernel_call import Call, filled, load_error
+from .kernel_call import Call, WorkQueues, filled, load_error
 
 _lock = ForkSafeLock()
 
@@ -23,6 +23,7 @@ class Cuda:
 
         self._driver = driver
         self._kernels: dict[tuple[str, str, int, int], Any] = {}
+        self._queues = WorkQueues()
 
     def description(self) -> str:
         from importlib.metadata import version
@@ -49,6 +50,17 @@ class Cuda:
                 _, context = driver.cuDevicePrimaryCtxRetain(device)
                 driver.cuCtxSetCurrent(context)
             yield
+
+    def queue(self, index: int, stream: int) -> int:
+        """The number of a launch's work queue."""
+        driver = self._driver
+        if not hasattr(driver, "cuStreamGetId"):  # older than CUDA 12
+            return -1
+        status, capturing = driver.cuStreamIsCapturing(stream)
+        if int(status) or int(capturing):
+            return -1 if int(status) else self._queues.number(index, None)
+        status, name = driver.cuStreamGetId(stream)
+        return -1 if int(status) else self._queues.number(index, int(name))
 
     def _load(self, call: Call) -> Any:
         driver = self._driver
@@ -88,6 +100,9 @@ class PreparedCuda:
         with bindings.context(call.device.index):
             for m in call.maps:
                 self._encode(m, (*inputs, *outputs)[m.tensor].data_ptr(), params)
+            if call.queue is not None:
+                number = ctypes.c_int32.from_address(ctypes.addressof(params) + call.queue)
+                number.value = bindings.queue(call.device.index, stream)
             start, attributes = ctypes.addressof(arguments), self._attributes()
             if attributes:
                 config = driver.CUlaunchConfig()

@@ -29,7 +29,25 @@ void* kernel_of(Driver& driver, const CallDescription& d) {
     return kernel;
 }
 
+// A launch that a graph captures has a queue of its own for good: nobody knows beside what it is replayed.
+constexpr std::int32_t kStreamQueues = 512;
+std::mutex queues_mutex;
+std::map<std::tuple<Driver*, int, std::uint64_t>, std::int32_t> stream_queues;
+std::int32_t next_captured = kStreamQueues;
+
 }  // namespace
+
+std::int32_t queue_number(Driver& driver, int device, void* stream) {
+    const StreamState state = driver.state_of(stream);
+    if (!state.known) return -1;
+    const std::lock_guard<std::mutex> lock(queues_mutex);
+    if (state.capturing) return next_captured < kWorkQueues ? next_captured++ : -1;
+    const auto found = stream_queues.find({&driver, device, state.id});
+    if (found != stream_queues.end()) return found->second;
+    const std::int32_t number = std::int32_t(stream_queues.size());
+    if (number >= kStreamQueues) return -1;
+    return stream_queues[{&driver, device, state.id}] = number;
+}
 
 std::int64_t prepare(const CallDescription& d) {
     Driver& driver = Driver::of(Vendor(d.vendor));

@@ -40,6 +40,7 @@ struct CallDescription {
     std::uint64_t image_bytes;
     Shape shape;
     std::uint32_t aligned_inputs;  // bit n: the address of input n must be a multiple of 16
+    std::int32_t queue_offset;     // where the number of a work queue goes in the parameter block; -1: nowhere
     const void* image;
     const char* key;  // the image's address in the store: equal keys are loaded once
     const char* symbol;
@@ -61,6 +62,11 @@ struct Call {
     std::vector<Output> outputs;
     std::vector<std::int64_t> strides;  // kMaxOutputRank of each output
 };
+
+// The number of the work queue of a launch, the same only for launches that never overlap: those of one stream, outside
+// of graphs. -1: none is left, or the driver does not say enough. A kernel has kWorkQueues of them.
+constexpr std::int32_t kWorkQueues = 4096;
+std::int32_t queue_number(Driver& driver, int device, void* stream);
 
 // Loads the image if this device has not got it yet. Throws DriverError.
 std::int64_t prepare(const CallDescription& description);

@@ -33,6 +33,13 @@ struct TensorMap {
     std::uint32_t l2_promotion;  // CUtensorMapL2promotion
 };
 
+// What orders the launches of a stream.
+struct StreamState {
+    bool known;      // the driver can say the rest
+    bool capturing;  // into a graph
+    std::uint64_t id;
+};
+
 struct DriverError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -49,6 +56,7 @@ class Driver {
     // The kernel `symbol` of an image, in the current context, allowed that much dynamic shared memory.
     virtual void* load(const std::string& image, const std::string& symbol, std::uint32_t shared_bytes) = 0;
     virtual void encode(const TensorMap& map, void* address, void* descriptor) = 0;
+    virtual StreamState state_of(void*) { return {false, false, 0}; }
     virtual void launch(void* kernel, const Shape& shape, void* stream, void* params) = 0;
 };
 

@@ -59,6 +59,8 @@ class CudaDriver final : public Driver {
         find(launch_, "cuLaunchKernel");
         find(launch_ex_, "cuLaunchKernelEx", false);
         find(encode_, "cuTensorMapEncodeTiled", false);
+        find(stream_id_, "cuStreamGetId", false);
+        find(is_capturing_, "cuStreamIsCapturing", false);
     }
 
     void* enter(int device) override {
@@ -97,6 +99,14 @@ class CudaDriver final : public Driver {
         check(encode_(descriptor, m.element, m.rank, address, m.sizes, m.strides + 1, m.box, steps, 0, m.swizzle,
                       m.l2_promotion, 0),
               "cuTensorMapEncodeTiled");
+    }
+
+    StreamState state_of(void* stream) override {
+        std::uint64_t id = 0;
+        int capturing = 0;
+        const bool known = stream_id_ && is_capturing_ && !is_capturing_(stream, &capturing) &&
+                           (capturing || !stream_id_(stream, &id));
+        return {known, capturing != 0, id};
     }
 
     void launch(void* kernel, const Shape& s, void* stream, void* params) override {
@@ -181,6 +191,8 @@ class CudaDriver final : public Driver {
     int (*launch_ex_)(const LaunchConfig*, Function, void**, void**);
     int (*encode_)(void*, std::uint32_t, std::uint32_t, void*, const std::uint64_t*, const std::uint64_t*,
                    const std::uint32_t*, const std::uint32_t*, int, std::uint32_t, std::uint32_t, int);
+    int (*stream_id_)(void*, std::uint64_t*);
+    int (*is_capturing_)(void*, int*);
 };
 
 }  // namespace

@@ -94,6 +94,10 @@ void launch(StableIValue* stack, std::uint64_t, std::uint64_t) {
             for (const TensorMap& map : call->maps)
                 call->driver.encode(map, addresses[map.tensor], params + map.offset);
             void* stream = d.device_type ? Torch::current_stream(d.device) : nullptr;
+            if (d.queue_offset >= 0) {
+                const std::int32_t queue = queue_number(call->driver, d.device, stream);
+                std::memcpy(params + d.queue_offset, &queue, sizeof queue);
+            }
             call->driver.launch(call->kernel, d.shape, stream, params);
         } catch (const DriverError& error) {
             throw std::runtime_error(std::string(error.what()) + " for " + call->about);

@@ -32,7 +32,7 @@ _TILES = (
     (256, 64, 2, 2, False, 1),
 )
 _TILE_NAMES = ("tile_n", "num_warpgroups", "num_stages", "keep_q", "q_stages")
-_WORKS = 3  # kWorks, and the bytes of a Work and its two barriers
+_WORKS = 4  # kWorks, and the bytes of a Work and its two barriers
 _WORK_BYTES = 64 + 16
 _SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)
 
@@ -82,6 +82,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     tensors = 128 * (q_stages * tile_m * panels[0] + stages * tile_n * sum(panels))
     shared = tensors + _WORKS * _WORK_BYTES + 8 * (2 * q_stages + 4 * stages)
     q, k, v = (forward.tensors[n] for n in "qkv")
+    sms = device_of(x.q.device).sm_count
     # Without keys nothing is loaded: Q stands for what has no address.
     numbered = [(n, t) if t.numel() else (0, q) for n, t in enumerate((q, k, v))]
     boxes = ((Params.q, tile_m), (Params.k, tile_n), (Params.v, tile_n))
@@ -90,7 +91,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
         symbol="xattn_forward",
         device=x.q.device,
         shape=Shape(
-            (min(forward.tiles, device_of(x.q.device).sm_count) if q.numel() else 0, 1, 1),
+            (min(forward.tiles, sms) if q.numel() else 0, 1, 1),
             (128 * (groups + 1), 1, 1),
             shared,
         ),
@@ -100,6 +101,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
         aligned=3,
         maps=tuple(_map(field.offset, n, t, rows) for (field, rows), (n, t) in zip(boxes, numbered, strict=True)),
         other_image=another,
+        queue=Params.queue.offset if forward.tiles > sms else None,
     )
     return call, forward.tensors
 

@@ -60,6 +60,12 @@ struct IsaSm80 {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                      : "memory");
     }
+    // 16 bytes at once, which the compiler else may take apart.
+    XATTN_DEVICE static void store_global(u16* target, const u32 (&x)[4]) {
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+                     "r"(x[3])
+                     : "memory");
+    }
     XATTN_DEVICE static void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
     template <int n>
     XATTN_DEVICE static void cp_async_wait() {

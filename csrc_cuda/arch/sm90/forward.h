@@ -42,7 +42,7 @@ struct Sm90Forward {
 
     static constexpr int kConsumers = Config::num_warpgroups;
     static constexpr int kTileM = 64 * kConsumers, kTileN = Config::tile_n, kStages = Config::num_stages;
-    static constexpr int kQueries = Config::q_stages, kWorks = 3;
+    static constexpr int kQueries = Config::q_stages, kWorks = 4;
     static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kPanels = (kDim + 63) / 64, kPanelsV = (kDimV + 63) / 64;
@@ -111,9 +111,9 @@ struct Sm90Forward {
     struct Loader {
         const Sm90Params& params;
         const Buffers buffers;
-        Ring<kWorks> works{0, 0};
-        Ring<kQueries> q{0, 1};
-        Ring<kStages> k{0, 1}, v{0, 1};
+        Ring<kWorks> works;
+        Ring<kQueries> q{1};
+        Ring<kStages> k{1}, v{1};
 
         // Where a sequence's keys are for a tile's head.
         struct Keys {
@@ -127,13 +127,13 @@ struct Sm90Forward {
             Keys before;
             s32 pending = -1;  // the block of the tile before whose V is loaded behind the first K of this one
             for (;;) {
-                buffers.work_full(works.stage).wait(works.parity);
-                const u32 at = buffers.work(works.stage);
+                buffers.work_full(works.stage()).wait(works.parity());
+                const u32 at = buffers.work(works.stage());
                 const Work::Rows rows = Work::Rows::at(at);
                 if (rows.rows == Work::kEnd) break;
                 const typename Work::Keys range = Work::Keys::at(at);
                 const Work::Start start = Work::Start::at(at);
-                buffers.work_empty(works.stage).arrive();
+                buffers.work_empty(works.stage()).arrive();
                 works.next();
                 if (range.empty()) continue;
                 const Keys keys{start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
@@ -152,26 +152,26 @@ struct Sm90Forward {
 
       private:
         XATTN_DEVICE void load_q(s32 row, s32 head, s32 sequence) {
-            const Barrier full = buffers.q_full(q.stage);
-            buffers.q_empty(q.stage).wait(q.parity);
+            const Barrier full = buffers.q_full(q.stage());
+            buffers.q_empty(q.stage()).wait(q.parity());
             full.arrive_and_expect(kBytesQ);
             XATTN_UNROLL
             for (u32 c = 0; c < kPanels; ++c)
-                tma_load(buffers.q(q.stage) + c * kPanelQ, &params.q, full, s32(64 * c), row, head, sequence);
+                tma_load(buffers.q(q.stage()) + c * kPanelQ, &params.q, full, s32(64 * c), row, head, sequence);
             q.next();
         }
         XATTN_DEVICE void load_k(const Keys& keys, s32 n) {
-            const Barrier full = buffers.k_full(k.stage);
-            buffers.k_empty(k.stage).wait(k.parity);
+            const Barrier full = buffers.k_full(k.stage());
+            buffers.k_empty(k.stage()).wait(k.parity());
             full.arrive_and_expect(kBytesK);
-            load<kPanels>(buffers.k(k.stage), &params.k, full, keys, n);
+            load<kPanels>(buffers.k(k.stage()), &params.k, full, keys, n);
             k.next();
         }
         XATTN_DEVICE void load_v(const Keys& keys, s32 n) {
-            const Barrier full = buffers.v_full(v.stage);
-            buffers.v_empty(v.stage).wait(v.parity);
+            const Barrier full = buffers.v_full(v.stage());
+            buffers.v_empty(v.stage()).wait(v.parity());
             full.arrive_and_expect(kBytesV);
-            load<kPanelsV>(buffers.v(v.stage), &params.v, full, keys, n);
+            load<kPanelsV>(buffers.v(v.stage()), &params.v, full, keys, n);
             v.next();
         }
         template <u32 panels>
@@ -188,15 +188,22 @@ struct Sm90Forward {
         struct Span {
             u32 slot;  // of its Work
             s32 n_first;
-            s32 whole_first, whole_last;  // key blocks that every row of the group sees whole
+            // Key blocks that every row of the group sees whole: from the high half on, up to the low half. Blocks that
+            // 16 bits cannot name are taken as others.
+            u32 whole;
+
+            XATTN_DEVICE static u32 blocks(s32 from, s32 to) {
+                return u32(min_of(max_of(from, 0), 0xffff)) << 16 | u32(min_of(max_of(to, 0), 0xffff));
+            }
+            XATTN_DEVICE bool is_whole(s32 n) const { return n >= s32(whole >> 16) && n < s32(whole & 0xffff); }
         };
 
         const ForwardParams& p;
         const Buffers buffers;
         const int group;
-        Ring<kWorks> works{0, 0};
-        Ring<kQueries> queries{0, 0};
-        Ring<kStages> k{0, 0};
+        Ring<kWorks> works;
+        Ring<kQueries> queries;
+        Ring<kStages> k;
         Accumulator acc_s[kKeyGroups];
         Accumulator acc_o[kDimGroups];
         OperandA weights[kKeyGroups];
@@ -212,7 +219,7 @@ struct Sm90Forward {
             if (!next(w, n)) return;
             if (group == kConsumers - 1) pass_turn();  // the first turn is the first group's
             take_q();
-            buffers.k_full(k.stage).wait(k.parity);
+            buffers.k_full(k.stage()).wait(k.parity());
             take_turn();
             issue_qk();
             pass_turn();
@@ -224,36 +231,37 @@ struct Sm90Forward {
             float factor[2];
             softmax(w, n, factor);
             to_weights();
-            s32 add = 0;
+            clear_output();
             for (;;) {
                 // The weights of block n are ready, its P V is not issued. With it goes S of the block that follows.
                 const bool last = n == w.n_first;
                 Span following = w;
                 s32 m = n - 1;
-                Soft done;
+                Inverse inverse;
                 if (last) {
                     if (!Config::keep_q) free_q();
                     if (!next(following, m)) break;
-                    done = soft;
+                    inverse = close(w);
                     soft.reset();
                     take_q();
                 }
-                const bool moved = step(following, m, w, add, factor);
+                const bool moved = step(following, m, w, n, factor);
                 to_weights();
-                add = !last;
-                if (last)
-                    finish(w, done);
-                else if (moved)
+                if (last) {
+                    finish(w, inverse);
+                    clear_output();
+                } else if (moved) {
                     rescale(factor);
+                }
                 w = following;
                 n = m;
             }
-            buffers.v_full(v().stage).wait(v().parity);
-            clear_tail(w, add);
-            issue_pv(add);
+            buffers.v_full(v().stage()).wait(v().parity());
+            clear_tail(w, n);
+            issue_pv();
             wgmma_wait<0>();
             hold(acc_o);
-            finish(w, soft);
+            finish(w, close(w));
         }
 
       private:
@@ -266,8 +274,8 @@ struct Sm90Forward {
         // The next tile with keys to see, and its last block; rows of those without are written on the way.
         XATTN_DEVICE bool next(Span& span, s32& n_last) {
             for (;; works.next()) {
-                buffers.work_full(works.stage).wait(works.parity);
-                const u32 at = buffers.work(works.stage);
+                buffers.work_full(works.stage()).wait(works.parity());
+                const u32 at = buffers.work(works.stage());
                 const Work::Rows rows = Work::Rows::at(at);
                 if (rows.rows == Work::kEnd) return false;
                 const typename Work::Keys keys = Work::Keys::at(at);
@@ -275,14 +283,15 @@ struct Sm90Forward {
                     const Visible visible = keys.visible(p);
                     const s32 first_row = rows.row0 + group * 64;
                     const s32 last_row = min_of(first_row + 64, rows.row0 + rows.rows) - 1;
-                    span = {works.stage, keys.n_first, (visible.first(last_row) + kTileN - 1) / kTileN,
-                            (visible.last(first_row) + 1) / kTileN - 1};
+                    span = {works.stage(), keys.n_first,
+                            Span::blocks((visible.first(last_row) + kTileN - 1) / kTileN,
+                                         (visible.last(first_row) + 1) / kTileN)};
                     n_last = keys.n_last;
                     works.next();
                     return true;
                 }
                 write_empty(rows, at);
-                release_work(works.stage);
+                release_work(works.stage());
             }
         }
         XATTN_DEVICE void release_work(u32 slot) {
@@ -326,7 +335,7 @@ struct Sm90Forward {
             if (elected()) b.arrive();
         }
         XATTN_DEVICE void take_q() {
-            buffers.q_full(queries.stage).wait(queries.parity);
+            buffers.q_full(queries.stage()).wait(queries.parity());
             if (Config::keep_q) {
                 const int lane = this->lane();
                 const int row = group * 64 + warp() * 16 + (lane & 15);
@@ -334,32 +343,37 @@ struct Sm90Forward {
                 for (int c = 0; c < kDim / 16; ++c) {
                     const u32 chunk = u32(c % 4 * 2 + (lane >> 4)) ^ u32(row & 7);
                     IsaSm80::ldmatrix(q[Config::keep_q ? c : 0].x,
-                                      buffers.q(queries.stage) + c / 4 * kPanelQ + row * 128 + chunk * 16);
+                                      buffers.q(queries.stage()) + c / 4 * kPanelQ + row * 128 + chunk * 16);
                 }
                 Arch::warp_barrier();
                 free_q();
             }
         }
         XATTN_DEVICE void free_q() {
-            arrive(buffers.q_empty(queries.stage));
+            arrive(buffers.q_empty(queries.stage()));
             queries.next();
         }
-        XATTN_DEVICE void release_k() { arrive(buffers.k_empty(k.stage)); }
+        XATTN_DEVICE void release_k() { arrive(buffers.k_empty(k.stage())); }
         // V follows a block behind K.
-        XATTN_DEVICE Ring<kStages> v() const { return k.before(); }
+        XATTN_DEVICE Ring<kStages> v() const {
+            Ring<kStages> place = k;
+            place.back();
+            return place;
+        }
         XATTN_DEVICE void release_v() {
-            arrive(buffers.v_empty(v().stage));
+            arrive(buffers.v_empty(v().stage()));
             k.next();
         }
 
         // Rows of V behind the sequence's last key may hold anything, where TMA does not know where it ends; a weight
         // of 0 does not silence a NaN. Every group does it for itself.
-        XATTN_DEVICE void clear_tail(const Span& w, s32 add) {
-            if (add || !(p.seqused_k || p.cu_seqlens_k)) return;  // the first block of a tile is the last of its keys
+        XATTN_DEVICE void clear_tail(const Span& w, s32 n) {
+            if (!p.seqused_k && !p.cu_seqlens_k) return;
             const typename Work::Keys keys = Work::Keys::at(buffers.work(w.slot));
+            if (n != keys.n_last) return;
             const s32 valid = min_of(keys.seqlen_k - keys.n_last * kTileN, kTileN);
             if (valid == kTileN) return;
-            const u32 from = buffers.v(v().stage);
+            const u32 from = buffers.v(v().stage());
             for (int c = thread(); c < (kTileN - valid) * 8 * kPanelsV; c += 128) {
                 const int panel = c / ((kTileN - valid) * 8), rest = c % ((kTileN - valid) * 8);
                 const u32 at = from + panel * kPanelK + valid * 128 + rest * 16;
@@ -373,8 +387,8 @@ struct Sm90Forward {
         XATTN_DEVICE void issue_qk() {
             wgmma_fence();
             hold(acc_s);
-            const Matrix keys = Matrix::rows(buffers.k(k.stage));
-            const Matrix rows = Matrix::rows(buffers.q(queries.stage) + group * 64 * 128);
+            const Matrix keys = Matrix::rows(buffers.k(k.stage()));
+            const Matrix rows = Matrix::rows(buffers.q(queries.stage()) + group * 64 * 128);
             XATTN_UNROLL
             for (int c = 0; c < kDim / 16; ++c) {
                 const Matrix b = keys.moved(c / 4 * kPanelK + c % 4 * 32);
@@ -385,25 +399,25 @@ struct Sm90Forward {
             }
             wgmma_commit();
         }
-        XATTN_DEVICE void issue_pv(s32 add) {
+        XATTN_DEVICE void issue_pv() {
             wgmma_fence();
             hold(acc_o);
-            const Matrix values = Matrix::summed(buffers.v(v().stage), kPanelK);
+            const Matrix values = Matrix::summed(buffers.v(v().stage()), kPanelK);
             XATTN_UNROLL
             for (int n = 0; n < kKeyGroups; ++n)
-                Wgmma<Element, kDimV>::template rs<1>(acc_o, weights[n], values.moved(n * 16 * 128), n ? 1 : add);
+                Wgmma<Element, kDimV>::template rs<1>(acc_o, weights[n], values.moved(n * 16 * 128), 1);
             wgmma_commit();
         }
 
-        // Issues S of block n of `w` and O += P V of the block ahead of it, of `before`; the softmax of the one runs
-        // beside the other. Returns whether the output must be rescaled by `factor`.
-        XATTN_DEVICE bool step(const Span& w, s32 n, const Span& before, s32 add, float (&factor)[2]) {
-            buffers.k_full(k.stage).wait(k.parity);
+        // Issues S of block n of `w` and O += P V of block m of `before`; the softmax of the one runs beside the other.
+        // Returns whether the output must be rescaled by `factor`.
+        XATTN_DEVICE bool step(const Span& w, s32 n, const Span& before, s32 m, float (&factor)[2]) {
+            buffers.k_full(k.stage()).wait(k.parity());
             take_turn();
             issue_qk();
-            buffers.v_full(v().stage).wait(v().parity);
-            clear_tail(before, add);
-            issue_pv(add);
+            buffers.v_full(v().stage()).wait(v().parity());
+            clear_tail(before, m);
+            issue_pv();
             pass_turn();
             wgmma_wait<1>();
             hold(acc_s);
@@ -417,7 +431,7 @@ struct Sm90Forward {
 
         // ---- the softmax of a block, as the shared body does it
         XATTN_DEVICE bool softmax(const Span& span, s32 n, float (&factor)[2]) {
-            const bool whole = n >= span.whole_first && n <= span.whole_last;
+            const bool whole = span.is_whole(n);
             if (!S::kPlain || !whole) {
                 const u32 at = buffers.work(span.slot);
                 const Work::Rows rows = Work::Rows::at(at);
@@ -454,6 +468,10 @@ struct Sm90Forward {
             XATTN_UNROLL
             for (int g = 0; g < kKeyGroups; ++g) weights[g] = Arch::template weights<Element>(acc_s[g]);
         }
+        XATTN_DEVICE void clear_output() {
+            XATTN_UNROLL
+            for (int g = 0; g < kDimGroups; ++g) acc_o[g].clear();
+        }
         XATTN_DEVICE void rescale(const float (&factor)[2]) {
             XATTN_UNROLL
             for (int g = 0; g < kDimGroups; ++g) XATTN_UNROLL
@@ -461,9 +479,32 @@ struct Sm90Forward {
         }
 
         // ---- the output
-        // Divides by the row sums and stores. Four lanes hold a row in pieces of 2 columns of each 8; they exchange
-        // them so that each stores 16 bytes at once.
-        XATTN_DEVICE void finish(const Span& span, const Soft& s) {
+        // The end of a tile's softmax: lse is stored, and what the output is to be multiplied by is returned.
+        struct Inverse {
+            float x[2];
+        };
+        XATTN_DEVICE Inverse close(const Span& span) {
+            const u32 at = buffers.work(span.slot);
+            const Work::Rows rows = Work::Rows::at(at);
+            const int lane = this->lane();
+            Inverse inverse;
+            XATTN_UNROLL
+            for (int r = 0; r < 2; ++r) {
+                const s32 row = group * 64 + warp() * 16 + Arch::row_of(lane, r);
+                float sum = Arch::row_sum(soft.row_sum[r]), base = soft.base(r);
+                if (p.sinks)
+                    S::add_sink(p.sinks[rows.head], base, sum, inverse.x[r]);
+                else
+                    inverse.x[r] = sum == 0.0f ? 0.0f : IsaSm80::divide(1.0f, sum);
+                if (p.lse && row < rows.rows && Arch::first_of_row(lane))
+                    Place(p, rows, Work::Start::at(at)).lse[row] = S::lse(base, sum);
+            }
+            return inverse;
+        }
+
+        // Stores the output. Four lanes hold a row in pieces of 2 columns of each 8; they exchange them so that each
+        // stores 16 bytes at once.
+        XATTN_DEVICE void finish(const Span& span, const Inverse& inverse) {
             const u32 at = buffers.work(span.slot);
             const Work::Rows rows = Work::Rows::at(at);
             const Place place(p, rows, Work::Start::at(at));
@@ -471,26 +512,17 @@ struct Sm90Forward {
             XATTN_UNROLL
             for (int r = 0; r < 2; ++r) {
                 const s32 row = group * 64 + warp() * 16 + Arch::row_of(lane, r);
-                const bool exists = row < rows.rows;
-                float sum = Arch::row_sum(s.row_sum[r]), base = s.base(r), inverse;
-                if (p.sinks)
-                    S::add_sink(p.sinks[rows.head], base, sum, inverse);
-                else
-                    inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-                if (p.lse && exists && quad == 0) place.lse[row] = S::lse(base, sum);
-                u16* out = place.out + row * p.out.row_stride;
+                u16* out = place.out + row * p.out.row_stride + 8 * quad;
                 XATTN_UNROLL
                 for (int c = 0; c < kDimV / 32; ++c) {
                     u32 x[4];
                     XATTN_UNROLL
                     for (int i = 0; i < 4; ++i) {
                         const float* pair = &acc_o[2 * c + i / 2].x[4 * (i % 2) + 2 * r];
-                        x[i] = IsaSm80::pack(Element{}, pair[0] * inverse, pair[1] * inverse);
+                        x[i] = IsaSm80::pack(Element{}, pair[0] * inverse.x[r], pair[1] * inverse.x[r]);
                     }
                     transpose(x, quad);
-                    const s32 col = 32 * c + 8 * quad;
-                    if (exists && col < p.head_dim_v)
-                        *reinterpret_cast<Chunk*>(out + col) = Chunk{{x[0], x[1], x[2], x[3]}};
+                    if (row < rows.rows && 32 * c + 8 * quad < p.head_dim_v) IsaSm80::store_global(out + 32 * c, x);
                 }
             }
             release_work(span.slot);

@@ -19,7 +19,7 @@ namespace xattn {
 struct Queue {
     u32 taken, ended;  // tiles beyond the first of each block; blocks
 };
-constexpr s32 kQueues = 4096;
+constexpr s32 kQueues = 4096;  // kWorkQueues of the launcher
 __device__ Queue queues[kQueues];
 
 struct alignas(16) Quad {
@@ -76,7 +76,7 @@ struct TileFinder {
     const s32 tiles;     // of dense tensors
     const s32 queue;     // -1: none
     const int lane;
-    Ring<works> at{0, 1};
+    Ring<works> at{1};
     // Of packed sequences: 32 of them from `group` on, one to a lane, and the tiles ahead of them.
     s32 group = -32, ahead = 0, total = 0, blocks = 0, sum = 0;
 
@@ -84,7 +84,7 @@ struct TileFinder {
         s32 index = blockIdx.x;
         const bool counts = queue >= 0 && queue < kQueues;
         for (;;) {
-            Barrier{barriers + 8 * (works + at.stage)}.wait(at.parity);
+            Barrier{barriers + 8 * (works + at.stage())}.wait(at.parity());
             Tile tile;
             if (!(p.cu_seqlens_q ? find_packed(index, tile) : find_dense(index, tile))) break;
             if (lane == 0) write(tile);
@@ -92,8 +92,8 @@ struct TileFinder {
             index = counts ? take() : index + s32(gridDim.x);
         }
         if (lane == 0) {
-            write_quad(ring + at.stage * Work::kBytes, 0, 0, 0, Work::kEnd);
-            Barrier{barriers + 8 * at.stage}.arrive();
+            write_quad(ring + at.stage() * Work::kBytes, 0, 0, 0, Work::kEnd);
+            Barrier{barriers + 8 * at.stage()}.arrive();
             if (counts) end();
         }
         if (p.status && blockIdx.x == 0)
@@ -150,11 +150,11 @@ struct TileFinder {
         const s32 row0 = tile.m_block * tile_m, rows = max_of(0, min_of(tile_m, s.seqlen_q - row0));
         const s32 first = visible.first(row0), last = visible.last(row0 + rows - 1);
         const s32 n_first = first / tile_n, n_last = last < first || rows == 0 ? n_first - 1 : last / tile_n;
-        const u32 to = ring + at.stage * Work::kBytes;
+        const u32 to = ring + at.stage() * Work::kBytes;
         write_quad(to, tile.sequence, tile.head, row0, rows);
         write_quad(to + 16, n_first, n_last, visible.shift, s.seqlen_k);
         write_quad(to + 32, s32(s.start_q) + row0, s32(s.start_k), 0, 0);
-        Barrier{barriers + 8 * at.stage}.arrive();
+        Barrier{barriers + 8 * at.stage()}.arrive();
     }
 };
 

@@ -35,15 +35,37 @@ struct Barrier {
     }
 };
 
-// A place in a ring of `stages` buffers, and the parity of its barrier's phase.
-template <int stages>
-struct Ring {
-    u32 stage;
-    u32 parity;
+// A place in a ring of `stages` buffers, and the parity of its barrier's phase; turned: it begins a phase later. For a
+// power of two one register holds both.
+template <u32 stages, bool is_power = (stages & (stages - 1)) == 0>
+class Ring {
+  public:
+    XATTN_DEVICE explicit Ring(u32 turned = 0) : count_(turned * stages) {}
+    XATTN_DEVICE u32 stage() const { return count_ % stages; }
+    XATTN_DEVICE u32 parity() const { return count_ / stages & 1; }
+    XATTN_DEVICE void next() { ++count_; }
+    XATTN_DEVICE void back() { --count_; }
+
+  private:
+    u32 count_;
+};
+
+template <u32 stages>
+class Ring<stages, false> {
+  public:
+    XATTN_DEVICE explicit Ring(u32 turned = 0) : stage_(0), parity_(turned) {}
+    XATTN_DEVICE u32 stage() const { return stage_; }
+    XATTN_DEVICE u32 parity() const { return parity_; }
     XATTN_DEVICE void next() {
-        if (++stage == stages) stage = 0, parity ^= 1;
+        if (++stage_ == stages) stage_ = 0, parity_ ^= 1;
     }
-    XATTN_DEVICE Ring before() const { return stage ? Ring{stage - 1, parity} : Ring{stages - 1, parity ^ 1}; }
+    XATTN_DEVICE void back() {
+        if (stage_ == 0) stage_ = stages, parity_ ^= 1;
+        --stage_;
+    }
+
+  private:
+    u32 stage_, parity_;
 };
 
 XATTN_DEVICE void make_barriers_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
