@@ -62,21 +62,30 @@ struct Scores {
         }
     }
 
-    // Scores of keys that a row does not see become -infinity.
-    XATTN_DEVICE void mask(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
+    // The keys of a block that rows see, as columns of the lane's elements count them: [first, last].
+    struct Limits {
         s32 first[Arch::kRowsPerLane], last[Arch::kRowsPerLane];
-        const s32 from = Arch::fresh(row0);
+    };
+    XATTN_DEVICE static Limits limits(const Visible& visible, s32 row0, int lane, s32 key0) {
+        Limits limits;
+        const s32 at = key0 + Arch::col_of(lane, 0);
         XATTN_UNROLL
         for (int r = 0; r < Arch::kRowsPerLane; ++r) {
-            const s32 row = from + group * 16 + Arch::row_of(lane, r);
-            first[r] = visible.first(row) - key0, last[r] = visible.last(row) - key0;
+            const s32 row = row0 + Arch::row_of(lane, r);
+            limits.first[r] = visible.first(row) - at, limits.last[r] = visible.last(row) - at;
         }
-        XATTN_UNROLL
-        for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
-        for (int e = 0; e < Arch::kElements; ++e) {
-            const int r = Arch::row_slot(e), key = n * 16 + Arch::col_of(lane, e);
-            if (key < first[r] || key > last[r]) s[n].x[e] = -Arch::infinity();
-        }
+        return limits;
+    }
+
+    // Scores of keys that a row does not see become -infinity.
+    XATTN_DEVICE static void mask(const ForwardParams& p, Accumulator (&s)[kKeyGroups], const Limits& limits) {
+        if (p.window_left < 0)
+            mask<false>(s, limits);
+        else
+            mask<true>(s, limits);
+    }
+    XATTN_DEVICE void mask(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
+        mask(p, s, limits(visible, Arch::fresh(row0) + group * 16, lane, key0));
     }
 
     // The largest products of rows as scores.
@@ -109,6 +118,16 @@ struct Scores {
     }
 
   private:
+    template <bool bounded_left>
+    XATTN_DEVICE static void mask(Accumulator (&s)[kKeyGroups], const Limits& limits) {
+        XATTN_UNROLL
+        for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
+        for (int e = 0; e < Arch::kElements; ++e) {
+            const int r = Arch::row_slot(e), key = n * 16 + Arch::col_of(0, e);  // of lane 0
+            if ((bounded_left && key < limits.first[r]) || key > limits.last[r]) s[n].x[e] = -Arch::infinity();
+        }
+    }
+
     static constexpr int kMaskBytes = Config::attn_mask == Mask::boolean   ? 1
                                       : Config::attn_mask == Mask::added16 ? 2
                                                                            : 4;

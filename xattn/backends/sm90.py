@@ -32,7 +32,7 @@ _TILES = (
     (256, 64, 2, 2, False, 1),
 )
 _TILE_NAMES = ("tile_n", "num_warpgroups", "num_stages", "keep_q", "q_stages")
-_WORKS = 4  # kWorks, and the bytes of a Work and its two barriers
+_WORKS = 2  # kWorks, and the bytes of a Work and its two barriers
 _WORK_BYTES = 64 + 16
 _SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)
 
@@ -71,9 +71,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
     head_dim, head_dim_v, tile_n, groups, stages, _, q_stages = (int(n) for _, n in sizes)
     tile_m = 64 * groups
-    bounded = x.causal or x.window_right is not None
-    heads = 32 // (x.num_heads_q // x.num_heads_kv) if bounded else 1
-    forward = forward_call.describe(x, tile_m, heads, _direct)
+    forward = forward_call.describe(x, tile_m, _section(x), _direct)
     fields = _fields(forward_call.element(x), sizes, forward_call.switches(x, forward.mask))
     image, another = forward_call.choose(_ENTRY, fields, _ARCH)
     base = Params.p.offset
@@ -104,6 +102,12 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
         queue=Params.queue.offset if forward.tiles > sms else None,
     )
     return call, forward.tensors
+
+
+def _section(x: Inputs) -> int:
+    """Heads whose tiles are worked on together (kernels/scheduler.h)."""
+    bounded = x.causal or x.window_right is not None
+    return 32 // (x.num_heads_q // x.num_heads_kv) if bounded else 1
 
 
 def _number(value: object) -> int | bool:

@@ -38,11 +38,12 @@ struct Sm90Forward {
     using Arch = Sm80<IsaSm80>;  // lane maps and scalar arithmetic
     using Element = typename Config::Element;
     using S = Scores<Arch, Config>;
+    using Limits = typename S::Limits;
     using Soft = Softmax<Arch, S, 2>;
 
     static constexpr int kConsumers = Config::num_warpgroups;
     static constexpr int kTileM = 64 * kConsumers, kTileN = Config::tile_n, kStages = Config::num_stages;
-    static constexpr int kQueries = Config::q_stages, kWorks = 4;
+    static constexpr int kQueries = Config::q_stages, kWorks = 2;
     static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kPanels = (kDim + 63) / 64, kPanelsV = (kDimV + 63) / 64;
@@ -55,6 +56,10 @@ struct Sm90Forward {
     static constexpr u32 kSharedBytes = kAtBarriers + 8 * (2 * kQueries + 4 * kStages + 2 * kWorks);
     static constexpr int kRegisters = kConsumers == 3 ? 160 : 232;
     static constexpr int kGiverRegisters = kConsumers == 3 ? 32 : 40;
+
+    // Where registers are short, a tile's sums are taken ahead of the next tile's products: two numbers are kept then,
+    // not four.
+    static constexpr bool kCloseEarly = kConsumers == 3;
 
     struct Buffers {
         u32 base;
@@ -229,7 +234,7 @@ struct Sm90Forward {
             k.next();
             soft.reset();
             float factor[2];
-            softmax(w, n, factor);
+            softmax(w, n, limits(w, n), factor);
             to_weights();
             clear_output();
             for (;;) {
@@ -238,17 +243,21 @@ struct Sm90Forward {
                 Span following = w;
                 s32 m = n - 1;
                 Inverse inverse;
+                Soft done;
                 if (last) {
                     if (!Config::keep_q) free_q();
                     if (!next(following, m)) break;
-                    inverse = close(w);
+                    if (kCloseEarly)
+                        inverse = close(w, soft);
+                    else
+                        done = soft;
                     soft.reset();
                     take_q();
                 }
                 const bool moved = step(following, m, w, n, factor);
                 to_weights();
                 if (last) {
-                    finish(w, inverse);
+                    finish(w, kCloseEarly ? inverse : close(w, done));
                     clear_output();
                 } else if (moved) {
                     rescale(factor);
@@ -261,7 +270,7 @@ struct Sm90Forward {
             issue_pv();
             wgmma_wait<0>();
             hold(acc_o);
-            finish(w, close(w));
+            finish(w, close(w, soft));
         }
 
       private:
@@ -419,10 +428,11 @@ struct Sm90Forward {
             clear_tail(before, m);
             issue_pv();
             pass_turn();
+            const Limits seen = limits(w, n);
             wgmma_wait<1>();
             hold(acc_s);
             release_k();
-            const bool moved = softmax(w, n, factor);
+            const bool moved = softmax(w, n, seen, factor);
             wgmma_wait<0>();
             hold(acc_s), hold(acc_o);
             release_v();
@@ -430,16 +440,23 @@ struct Sm90Forward {
         }
 
         // ---- the softmax of a block, as the shared body does it
-        XATTN_DEVICE bool softmax(const Span& span, s32 n, float (&factor)[2]) {
-            const bool whole = span.is_whole(n);
-            if (!S::kPlain || !whole) {
+        XATTN_DEVICE s32 first_row(const Work::Rows& rows) const { return rows.row0 + group * 64 + warp() * 16; }
+
+        // Worked out while the products are under way.
+        XATTN_DEVICE Limits limits(const Span& span, s32 n) const {
+            if (span.is_whole(n)) return {};
+            const u32 at = buffers.work(span.slot);
+            return S::limits(Work::Keys::at(at).visible(p), first_row(Work::Rows::at(at)), lane(), n * kTileN);
+        }
+
+        XATTN_DEVICE bool softmax(const Span& span, s32 n, const Limits& seen, float (&factor)[2]) {
+            if (!S::kPlain) {
                 const u32 at = buffers.work(span.slot);
                 const Work::Rows rows = Work::Rows::at(at);
-                const s32 key0 = n * kTileN, row0 = rows.row0 + group * 64 + warp() * 16;
-                const S scores(p, Work::Keys::at(at).visible(p), rows.sequence, rows.head, row0, lane());
-                scores.modify(acc_s, 0, key0);
-                if (!whole) scores.mask(acc_s, 0, key0);
+                const S scores(p, Work::Keys::at(at).visible(p), rows.sequence, rows.head, first_row(rows), lane());
+                scores.modify(acc_s, 0, n * kTileN);
             }
+            if (!span.is_whole(n)) S::mask(p, acc_s, seen);
             // Two chains for each row, of the left and the right half of every 16 columns: one would wait for itself.
             float part[2][2];
             XATTN_UNROLL
@@ -483,7 +500,7 @@ struct Sm90Forward {
         struct Inverse {
             float x[2];
         };
-        XATTN_DEVICE Inverse close(const Span& span) {
+        XATTN_DEVICE Inverse close(const Span& span, const Soft& s) {
             const u32 at = buffers.work(span.slot);
             const Work::Rows rows = Work::Rows::at(at);
             const int lane = this->lane();
@@ -491,7 +508,7 @@ struct Sm90Forward {
             XATTN_UNROLL
             for (int r = 0; r < 2; ++r) {
                 const s32 row = group * 64 + warp() * 16 + Arch::row_of(lane, r);
-                float sum = Arch::row_sum(soft.row_sum[r]), base = soft.base(r);
+                float sum = Arch::row_sum(s.row_sum[r]), base = s.base(r);
                 if (p.sinks)
                     S::add_sink(p.sinks[rows.head], base, sum, inverse.x[r]);
                 else
