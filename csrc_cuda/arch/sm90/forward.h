@@ -131,6 +131,7 @@ struct Sm90Forward {
             tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
             Keys before;
             s32 pending = -1;  // the block of the tile before whose V is loaded behind the first K of this one
+            s32 held = -1;     // the slot of the Work before
             for (;;) {
                 buffers.work_full(works.stage()).wait(works.parity());
                 const u32 at = buffers.work(works.stage());
@@ -138,9 +139,12 @@ struct Sm90Forward {
                 if (rows.rows == Work::kEnd) break;
                 const typename Work::Keys range = Work::Keys::at(at);
                 const Work::Start start = Work::Start::at(at);
-                buffers.work_empty(works.stage()).arrive();
+                const s32 slot = s32(works.stage());
                 works.next();
-                if (range.empty()) continue;
+                if (range.empty()) {
+                    buffers.work_empty(slot).arrive();
+                    continue;
+                }
                 const Keys keys{start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
                                 params.p.cu_seqlens_k ? 0 : rows.sequence};
                 // A single Q that is read to the end is free too late for V to wait behind it.
@@ -151,6 +155,9 @@ struct Sm90Forward {
                 if (!v_first && pending >= 0) load_v(before, pending);
                 for (s32 n = range.n_last - 1; n >= range.n_first; --n) load_k(keys, n), load_v(keys, n + 1);
                 before = keys, pending = range.n_first;
+                // Only now another tile may be taken: the later, the better tiles are spread at the end.
+                if (held >= 0) buffers.work_empty(held).arrive();
+                held = slot;
             }
             if (pending >= 0) load_v(before, pending);
         }
