@@ -69,16 +69,13 @@ def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields
 def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     x, options = inputs, dict(config)
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
-    head_dim, head_dim_v, tile_n, groups, stages, _, q_stages = (int(n) for _, n in sizes)
+    tile_n, groups = int(options["tile_n"]), int(options["num_warpgroups"])
     tile_m = 64 * groups
     forward = forward_call.describe(x, tile_m, _section(x), _direct)
     fields = _fields(forward_call.element(x), sizes, forward_call.switches(x, forward.mask))
     image, another = forward_call.choose(_ENTRY, fields, _ARCH)
     base = Params.p.offset
     params = Params(p=forward.params, tiles=forward.tiles, queue=-1)
-    panels = (-(-head_dim // 64), -(-head_dim_v // 64))
-    tensors = 128 * (q_stages * tile_m * panels[0] + stages * tile_n * sum(panels))
-    shared = tensors + _WORKS * _WORK_BYTES + 8 * (2 * q_stages + 4 * stages)
     q, k, v = (forward.tensors[n] for n in "qkv")
     sms = device_of(x.q.device).sm_count
     # Without keys nothing is loaded: Q stands for what has no address.
@@ -91,7 +88,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
         shape=Shape(
             (min(forward.tiles, sms) if q.numel() else 0, 1, 1),
             (128 * (groups + 1), 1, 1),
-            shared,
+            shared_bytes(fields),
         ),
         params=params,
         slots=forward.slots(base),
@@ -102,6 +99,17 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
         queue=Params.queue.offset if forward.tiles > sms else None,
     )
     return call, forward.tensors
+
+
+def shared_bytes(sizes: Fields) -> int:
+    """Shared memory of a configuration, kSharedBytes of csrc_cuda/arch/sm90/forward.h."""
+    c = {name: int(value) for name, value in sizes if not isinstance(value, str)}
+    panels, panels_v = (-(-c[n] // 64) for n in ("head_dim", "head_dim_v"))
+    panel_q = 128 * 64 * c["num_warpgroups"]
+    tensors = c["q_stages"] * panels * panel_q + 128 * c["num_stages"] * c["tile_n"] * (panels + panels_v)
+    if not c["keep_q"] and c["q_stages"] == 1 and tensors + panel_q + 1024 <= 227 * 1024:
+        tensors += panel_q  # of the output
+    return tensors + _WORKS * _WORK_BYTES + 8 * (2 * c["q_stages"] + 4 * c["num_stages"])
 
 
 def _section(x: Inputs) -> int:

@@ -52,10 +52,19 @@ struct Sm90Forward {
     static constexpr u32 kPanelQ = kTileM * 128, kPanelK = kTileN * 128;
     static constexpr u32 kBytesQ = kPanels * kPanelQ, kBytesK = kPanels * kPanelK, kBytesV = kPanelsV * kPanelK;
     static constexpr u32 kAtK = kQueries * kBytesQ, kAtV = kAtK + kStages * kBytesK;
-    static constexpr u32 kAtWorks = kAtV + kStages * kBytesV, kAtBarriers = kAtWorks + kWorks * Work::kBytes;
+    static constexpr u32 kAtOutput = kAtV + kStages * kBytesV;
+    // The output is laid down in shared memory where Q was, if Q is not read there any more when the next tile begins;
+    // else in one panel of its own, if that fits; else nowhere.
+    static constexpr bool kOverQ = Config::keep_q || kQueries == 2;
+    static constexpr bool kOwnPanel = !kOverQ && kAtOutput + kPanelQ + 1024 <= 227 * 1024;
+    static constexpr int kStagePanels = kOverQ ? kPanels : kOwnPanel;  // 0: it is stored directly
+    static constexpr u32 kAtWorks = kAtOutput + (kOwnPanel ? kPanelQ : 0),
+                         kAtBarriers = kAtWorks + kWorks * Work::kBytes;
     static constexpr u32 kSharedBytes = kAtBarriers + 8 * (2 * kQueries + 4 * kStages + 2 * kWorks);
-    static constexpr int kRegisters = kConsumers == 3 ? 160 : 232;
-    static constexpr int kGiverRegisters = kConsumers == 3 ? 32 : 40;
+    // What a launch allots to a thread is what __launch_bounds__ leaves; the sum must stay what it was.
+    static constexpr int kAllotted = kConsumers == 3 ? 128 : kConsumers == 2 ? 168 : 248;
+    static constexpr int kRegisters = kConsumers == 3 ? 160 : 240, kGiverRegisters = kConsumers == 3 ? 32 : 24;
+    static_assert(kGiverRegisters + kConsumers * kRegisters <= (kConsumers + 1) * kAllotted, "setmaxnreg would wait");
 
     // Where registers are short, a tile's sums are taken ahead of the next tile's products: two numbers are kept then,
     // not four.
@@ -66,6 +75,7 @@ struct Sm90Forward {
         XATTN_DEVICE u32 q(u32 stage) const { return base + stage * kBytesQ; }
         XATTN_DEVICE u32 k(u32 stage) const { return base + kAtK + stage * kBytesK; }
         XATTN_DEVICE u32 v(u32 stage) const { return base + kAtV + stage * kBytesV; }
+        XATTN_DEVICE u32 output(u32 stage) const { return kOverQ ? q(stage) : base + kAtOutput; }
         XATTN_DEVICE u32 work(u32 stage) const { return base + kAtWorks + stage * Work::kBytes; }
         XATTN_DEVICE Barrier barrier(u32 n) const { return {base + kAtBarriers + 8 * n}; }
         XATTN_DEVICE Barrier work_full(u32 stage) const { return barrier(stage); }
@@ -231,6 +241,7 @@ struct Sm90Forward {
             if (!next(w, n)) return;
             if (group == kConsumers - 1) pass_turn();  // the first turn is the first group's
             take_q();
+            if (Config::keep_q) free_q(0);
             buffers.k_full(k.stage()).wait(k.parity());
             take_turn();
             issue_qk();
@@ -252,20 +263,24 @@ struct Sm90Forward {
                 Inverse inverse;
                 Soft done;
                 if (last) {
-                    if (!Config::keep_q) free_q();
+                    if (!kOverQ) free_q(0);
                     if (!next(following, m)) break;
                     if (kCloseEarly)
                         inverse = close(w, soft);
                     else
                         done = soft;
                     soft.reset();
+                    if (!Config::keep_q) queries.next();
                     take_q();
                 }
                 const bool moved = step(following, m, w, n, factor);
                 to_weights();
                 if (last) {
-                    finish(w, kCloseEarly ? inverse : close(w, done));
+                    Ring<kQueries> before = queries;
+                    before.back();
+                    finish(w, before.stage(), kCloseEarly ? inverse : close(w, done));
                     clear_output();
+                    if (kOverQ) free_q(before.stage());
                 } else if (moved) {
                     rescale(factor);
                 }
@@ -277,7 +292,7 @@ struct Sm90Forward {
             issue_pv();
             wgmma_wait<0>();
             hold(acc_o);
-            finish(w, close(w, soft));
+            finish(w, queries.stage(), close(w, soft));
         }
 
       private:
@@ -361,13 +376,14 @@ struct Sm90Forward {
                     IsaSm80::ldmatrix(q[Config::keep_q ? c : 0].x,
                                       buffers.q(queries.stage()) + c / 4 * kPanelQ + row * 128 + chunk * 16);
                 }
-                Arch::warp_barrier();
-                free_q();
+                queries.next();
             }
         }
-        XATTN_DEVICE void free_q() {
-            arrive(buffers.q_empty(queries.stage()));
-            queries.next();
+        // Q of the tile before is free, and what was laid down in its place is stored.
+        XATTN_DEVICE void free_q(u32 stage) {
+            if (kOverQ) fence_async_proxy();
+            Arch::warp_barrier();
+            arrive(buffers.q_empty(stage));
         }
         XATTN_DEVICE void release_k() { arrive(buffers.k_empty(k.stage())); }
         // V follows a block behind K.
@@ -526,17 +542,64 @@ struct Sm90Forward {
             return inverse;
         }
 
-        // Stores the output. Four lanes hold a row in pieces of 2 columns of each 8; they exchange them so that each
-        // stores 16 bytes at once.
-        XATTN_DEVICE void finish(const Span& span, const Inverse& inverse) {
-            const u32 at = buffers.work(span.slot);
-            const Work::Rows rows = Work::Rows::at(at);
-            const Place place(p, rows, Work::Start::at(at));
+        // Stores the output: through shared memory, where there is room for it.
+        XATTN_DEVICE void finish(const Span& span, u32 q_stage, const Inverse& inverse) {
+            const Work::Rows rows = Work::Rows::at(buffers.work(span.slot));
+            const Place place(p, rows, Work::Start::at(buffers.work(span.slot)));
+            if (kStagePanels > 0)
+                store_staged(place.out, rows.rows, buffers.output(q_stage), inverse);
+            else
+                store_direct(place.out, rows.rows, inverse);
+            release_work(span.slot);
+        }
+
+        XATTN_DEVICE OperandA output(int g, const Inverse& inverse) const {
+            const float* x = acc_o[g].x;
+            OperandA packed;
+            XATTN_UNROLL
+            for (int i = 0; i < 4; ++i)
+                packed.x[i] = IsaSm80::pack(Element{}, x[2 * i] * inverse.x[i % 2], x[2 * i + 1] * inverse.x[i % 2]);
+            return packed;
+        }
+
+        // A warp lays its 16 rows down in panels of 64 columns, swizzled as Q is, and stores whole rows of them.
+        XATTN_DEVICE void store_staged(u16* out, s32 rows, u32 stage, const Inverse& inverse) {
+            const int lane = this->lane();
+            const s32 row0 = group * 64 + warp() * 16;
+            const u32 at = stage + row0 * 128;
+            const u32 write = at + (lane & 15) * 128;
+            constexpr int kStep = kStagePanels > 0 ? min_of(kStagePanels, kPanelsV) : 1;
+            XATTN_UNROLL
+            for (int first = 0; first < kPanelsV; first += kStep) {
+                constexpr int kGroups = 4 * kStep, kChunks = 8 * kStep;
+                XATTN_UNROLL
+                for (int g = 0; g < kGroups; ++g) {
+                    if (4 * first + g >= kDimGroups) break;
+                    const u32 chunk = u32(g % 4 * 2 + (lane >> 4)) ^ u32(lane & 7);
+                    stmatrix(write + g / 4 * kPanelQ + chunk * 16, output(4 * first + g, inverse).x);
+                }
+                Arch::warp_barrier();
+                XATTN_UNROLL
+                for (int i = 0; i < kChunks / 2; ++i) {
+                    const int index = 32 * i + lane, row = index / kChunks, c = index % kChunks;
+                    const s32 col = 64 * first + 8 * c;
+                    const u32 from = at + c / 8 * kPanelQ + row * 128 + ((c % 8) ^ (row & 7)) * 16;
+                    if (row0 + row < rows && col < p.head_dim_v)
+                        *reinterpret_cast<Chunk*>(out + (row0 + row) * p.out.row_stride + col) =
+                            IsaSm80::load_shared(from);
+                }
+                Arch::warp_barrier();
+            }
+        }
+
+        // Four lanes hold a row in pieces of 2 columns of each 8; they exchange them so that each stores 16 bytes at
+        // once.
+        XATTN_DEVICE void store_direct(u16* out, s32 rows, const Inverse& inverse) {
             const int lane = this->lane(), quad = lane & 3;
             XATTN_UNROLL
             for (int r = 0; r < 2; ++r) {
                 const s32 row = group * 64 + warp() * 16 + Arch::row_of(lane, r);
-                u16* out = place.out + row * p.out.row_stride + 8 * quad;
+                u16* to = out + row * p.out.row_stride + 8 * quad;
                 XATTN_UNROLL
                 for (int c = 0; c < kDimV / 32; ++c) {
                     u32 x[4];
@@ -546,10 +609,9 @@ struct Sm90Forward {
                         x[i] = IsaSm80::pack(Element{}, pair[0] * inverse.x[r], pair[1] * inverse.x[r]);
                     }
                     transpose(x, quad);
-                    if (row < rows.rows && 32 * c + 8 * quad < p.head_dim_v) IsaSm80::store_global(out + 32 * c, x);
+                    if (row < rows && 32 * c + 8 * quad < p.head_dim_v) IsaSm80::store_global(to + 32 * c, x);
                 }
             }
-            release_work(span.slot);
         }
         // x[i] of lane j of four becomes x[j] of lane i.
         XATTN_DEVICE static void transpose(u32 (&x)[4], int quad) {
