@@ -34,6 +34,8 @@ struct ArchBase {
     // One instruction, which a comparison and a choice are not; of a number and a NaN it is the number.
     XATTN_DEVICE static float max(float a, float b) { return Isa::max(a, b); }
     XATTN_DEVICE static float fma(float a, float b, float c) { return Isa::fma(a, b, c); }
+    // Within 2 ulp, for denominators below 2^126.
+    XATTN_DEVICE static float divide(float a, float b) { return Isa::divide(a, b); }
     XATTN_DEVICE static float exp2(float x) { return Isa::exp2(x); }
     XATTN_DEVICE static float log2(float x) { return Isa::log2(x); }
     // (1 - e) / (1 + e) with e = exp(-2 |x|): exact to the rounding of the exponential, which approximations are not.

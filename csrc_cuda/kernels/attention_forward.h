@@ -241,7 +241,7 @@ struct AttentionForward {
                     if (p.sinks)
                         scores.add_sink(p.sinks[t.head], base, sum, inverse[r]);
                     else
-                        inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
+                        inverse[r] = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
                     if (p.lse && row < seq.seqlen_q && Arch::first_of_row(lane)) {
                         const s64 at = p.cu_seqlens_q
                                            ? t.head * p.lse_head_stride + seq.start_q + row

@@ -113,7 +113,7 @@ struct Scores {
         const float top = sum == 0.0f ? sink : Arch::max(base, sink);
         const float scale = sum == 0.0f ? 0.0f : exponential(base - top);
         sum = sum * scale + exponential(sink - top);
-        inverse = scale / sum;
+        inverse = Arch::divide(scale, sum);
         base = top;
     }
 

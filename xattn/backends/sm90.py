@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,21 +19,54 @@ from ..images import ImageSpec
 from ..inputs import Inputs, is_direct
 from ..kernel_call import Call, Shape, TensorMap
 from ..launch_params import ForwardParams
+from ..problem import Problem, SizeBucket
 from .base import Backend, Config
 
 CAPABILITY = replace(forward_call.CAPABILITY, vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}))
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
-# Tiles by the larger head dimension: (up to, tile_n, num_warpgroups, num_stages, keep_q, q_stages).
-_TILES = (
-    (64, 128, 2, 4, True, 1),
-    (96, 128, 2, 3, True, 1),
-    (128, 128, 2, 2, True, 1),
-    (192, 112, 2, 2, False, 1),
-    (256, 64, 2, 2, False, 1),
-)
+
+
+class Tile(NamedTuple):
+    """A configuration and where it is chosen: the first row of the table that answers, by the larger head dimension.
+
+    ``plain``: only where a score is the scaled product and no more, as its lanes have no registers for other things;
+    ``least``: lengths of q and k from which on it is the fastest, without and with a bound to the right (causal,
+    window); None: never. ``reason``: measured, TFLOP/s on an H200 in bf16 beside what it was compared with.
+    """
+
+    largest: int
+    tile_n: int
+    num_warpgroups: int
+    num_stages: int
+    keep_q: bool
+    q_stages: int
+    plain: bool = False
+    least: tuple[int | None, int | None] = (0, 0)
+    reason: str = ""
+
+    def sizes(self, head_dim: int, head_dim_v: int) -> tuple[tuple[str, int | bool], ...]:
+        d, dv = (next(n for n in _DIMS if dim <= n) for dim in (head_dim, head_dim_v))
+        return (("head_dim", d), ("head_dim_v", dv), *((n, getattr(self, n)) for n in _TILE_NAMES))
+
+
 _TILE_NAMES = ("tile_n", "num_warpgroups", "num_stages", "keep_q", "q_stages")
+TILES = (
+    Tile(
+        64, 128, 3, 4, False, 2, plain=True, least=(512, 2048),
+        reason="full s512 386 with 3 warpgroups, 371 with 2, s8192 552, 421; causal s1024 273, 307, s2048 387, 368",
+    ),
+    Tile(64, 128, 2, 4, True, 1, reason="s2048 413 with 128 keys, 404 with 192"),
+    Tile(96, 128, 2, 3, True, 1),
+    Tile(
+        128, 80, 3, 4, False, 1, plain=True, least=(4096, None),
+        reason="full s8192 670 with 3 warpgroups of 80 keys, 642 with 2 of 128; s1024 532, 594",
+    ),
+    Tile(128, 128, 2, 2, True, 1, reason="s2048 624 with 128 keys, 581 with 176"),
+    Tile(192, 112, 2, 2, False, 1),
+    Tile(256, 64, 2, 2, False, 1, reason="s2048 688 with 64 keys, 674 with 80"),
+)  # fmt: skip
 _WORKS = 2  # kWorks, and the bytes of a Work and its two barriers
 _WORK_BYTES = 64 + 16
 _SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)
@@ -51,10 +86,22 @@ class Params(ctypes.Structure):
     )
 
 
-def _tile(head_dim: int, head_dim_v: int) -> tuple[tuple[str, int | bool], ...]:
-    d, dv = (next(n for n in _DIMS if dim <= n) for dim in (head_dim, head_dim_v))
-    row = next(row for row in _TILES if max(d, dv) <= row[0])
-    return (("head_dim", d), ("head_dim_v", dv), *zip(_TILE_NAMES, row[1:], strict=True))
+def rows(head_dim: int, head_dim_v: int) -> list[Tile]:
+    """The rows of the table that can be chosen for head dimensions."""
+    found = [row for row in TILES if max(head_dim, head_dim_v) <= row.largest]
+    return found[: next(n for n, row in enumerate(found) if not row.plain) + 1]
+
+
+def tile(problem: Problem, size: SizeBucket) -> Tile:
+    """The configuration for a call."""
+    bounded = problem.causal or problem.window
+    plain = not (problem.softcap or problem.alibi_slopes or problem.attn_mask) and problem.kind == "attention"
+    length = min(size.seqlen_q, size.seqlen_k)
+    for row in rows(problem.head_dim, problem.head_dim_v):
+        least = row.least[bounded]
+        if not row.plain or (plain and least is not None and length >= least):
+            break
+    return row
 
 
 def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields:
@@ -69,7 +116,7 @@ def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields
 def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     x, options = inputs, dict(config)
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
-    tile_n, groups = int(options["tile_n"]), int(options["num_warpgroups"])
+    tile_n, groups = _number(options["tile_n"]), _number(options["num_warpgroups"])
     tile_m = 64 * groups
     forward = forward_call.describe(x, tile_m, _section(x), _direct)
     fields = _fields(forward_call.element(x), sizes, forward_call.switches(x, forward.mask))
@@ -143,14 +190,21 @@ def _direct(t: Tensor) -> Tensor:
 def _images(arch: str) -> Iterator[ImageSpec]:
     if arch != _ARCH:
         return
-    for d in _DIMS:
-        for dv in _DIMS:
+    for d, dv in product(_DIMS, _DIMS):
+        for row in rows(d, dv):
             for name, chosen in forward_call.variants():
-                yield ImageSpec(_ENTRY, _fields(("element", name), _tile(d, dv), chosen), arch)
+                if not row.plain or not any(value for n, value in chosen if n != "any_scale" and value != "none"):
+                    yield ImageSpec(_ENTRY, _fields(("element", name), row.sizes(d, dv), chosen), arch)
 
 
 def _missing(device: Device) -> str:
     return launch.missing() or jit.missing(_ARCH)
+
+
+def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
+    row = tile(problem, size)
+    config = forward_call.plan_config(row.sizes(problem.head_dim, problem.head_dim_v), problem)
+    return (*config, ("measured", row.reason)) if row.reason else config
 
 
 BACKEND = Backend(
@@ -158,7 +212,7 @@ BACKEND = Backend(
     native=True,
     capabilities=lambda: (CAPABILITY,),
     prepare=_prepare,
-    config=lambda problem, size, device: forward_call.plan_config(_tile(problem.head_dim, problem.head_dim_v), problem),
+    config=_config,
     missing=_missing,
     images=_images,
 )

@@ -535,7 +535,7 @@ struct Sm90Forward {
                 if (p.sinks)
                     S::add_sink(p.sinks[rows.head], base, sum, inverse.x[r]);
                 else
-                    inverse.x[r] = sum == 0.0f ? 0.0f : IsaSm80::divide(1.0f, sum);
+                    inverse.x[r] = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
                 if (p.lse && row < rows.rows && Arch::first_of_row(lane))
                     Place(p, rows, Work::Start::at(at)).lse[row] = S::lse(base, sum);
             }
