@@ -266,6 +266,39 @@ def test_opcheck(launcher, backend, kind):
     torch.library.opcheck(op, args, {"causal": True, "return_lse": True, "backend": backend})
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_launches_beside_each_other_each_do_all_their_tiles(launcher, backend, packed):
+    """More tiles than multiprocessors, on several streams and in graphs that are replayed beside them."""
+    if packed:
+        lengths = torch.randint(0, 700, (40,))
+        cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(CUDA)
+        total, longest = int(lengths.sum()), int(lengths.max())
+        q, k, v = randn(total, 12, 64), randn(total, 4, 64), randn(total, 4, 64)
+        args, call = (q, k, v, cu, cu, longest, longest), xattn.attention_varlen
+    else:
+        args, call = qkv(3, 2100, 1500, 8, 4), xattn.attention
+    want = call(*args, causal=True, backend=backend)
+    agree(args, {"causal": True}, backend, call)
+    streams, graphs, outs = [torch.cuda.Stream() for _ in range(3)], [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs += [call(*args, causal=True, backend=backend) for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(4):
+        found = []
+        for stream, graph in zip(streams, (*graphs, None), strict=True):
+            with torch.cuda.stream(stream):
+                found += [call(*args, causal=True, backend=backend) for _ in range(2)]
+                if graph:
+                    graph.replay()
+                found.append(call(*args, causal=True, backend=backend))
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, want) for out in (*found, *outs))
+        for out in outs:
+            out.zero_()
+
+
 def test_large_shapes(launcher, backend):
     """An explicit mask of more than 2^32 elements, a batch beyond the grid's limit in y, offsets beyond 2^31."""
     s = 73728

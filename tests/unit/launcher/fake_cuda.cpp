@@ -15,6 +15,8 @@ thread_local int depth = 0;
 int counts[4];  // modules loaded, launches, launches by cuLaunchKernelEx, contexts on this thread's stack
 unsigned last_attributes = 0;
 unsigned last_shape[7];
+unsigned long long stream_id = 1;
+int capturing = 0;
 
 using Kernel = int (*)(const void*, unsigned, unsigned long long, char*, int);
 
@@ -26,6 +28,16 @@ EXPORT int fake_count(int which) { return which == 3 ? depth : counts[which]; }
 EXPORT unsigned fake_attributes() { return last_attributes; }
 EXPORT unsigned fake_shape(int n) { return last_shape[n]; }
 
+EXPORT void fake_stream(unsigned long long id, int captures) { stream_id = id, capturing = captures; }
+
+EXPORT int cuStreamGetId(void*, unsigned long long* id) {
+    *id = stream_id;
+    return capturing ? 906 : 0;  // not permitted
+}
+EXPORT int cuStreamIsCapturing(void*, int* status) {
+    *status = capturing;
+    return 0;
+}
 EXPORT int cuInit(unsigned) { return 0; }
 EXPORT int cuDeviceGet(int* device, int n) {
     *device = n;

@@ -100,14 +100,43 @@ prepared = None
 gc.collect()
 found["forgotten"] = error(lambda: torch.ops.xattn.launch(handle, [q, k, v]))
 
+
+# Work queues: one for each stream, one for each captured launch, until there is none.
+class MapParams(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("pad", ctypes.c_uint64 * 7), ("map", ctypes.c_uint64 * 16))
+
+
+fake.fake_stream.argtypes = [ctypes.c_uint64, ctypes.c_int]
+number = torch.zeros(16, dtype=torch.int64)
+queued = library.prepare(
+    Call(
+        image(kernel_path.encode()),
+        "xattn_copy_map",
+        torch.device("cpu"),
+        Shape((1, 1, 1), (1, 1, 1), 0),
+        MapParams(),
+        (0,),
+        (),
+        0,
+        queue=MapParams.map.offset,
+    )  # fmt: skip
+)
+
+
+def queue_of(stream: int, capturing: int = 0) -> int:
+    fake.fake_stream(stream, capturing)
+    number.fill_(-7)
+    queued([number])
+    return int(number.view(torch.int32)[0])
+
+
+found["queues"] = [queue_of(5), queue_of(6), queue_of(5), queue_of(5, 1), queue_of(5, 1), queue_of(6)]
+found["no_queue"] = [[queue_of(n) for n in range(600)][-1], [queue_of(5, 1) for _ in range(4000)][-1], queue_of(5)]
+
 # Launch attributes and tensor maps.
 special = replace(first, shape=replace(first.shape, cluster=(2, 1, 1), overlap=True))
 library.prepare(special)([q, k, v])
 found["attributes"] = [fake.fake_count(2), fake.fake_attributes()]
-
-
-class MapParams(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("pad", ctypes.c_uint64 * 7), ("map", ctypes.c_uint64 * 16))
 
 
 seen = torch.zeros(16, dtype=torch.int64)
