@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from xattn import jit, shipped
-from xattn.backends import cdna, sm80
+from xattn.backends import cdna, sm80, sm90
 from xattn.device import from_arch
 from xattn.images import ImageSpec
 from xattn.inputs import Inputs
@@ -45,7 +45,8 @@ def test_without_a_checkout(monkeypatch, tmp_path):
     for arch in chosen.archs:
         configs = [dict(s.config) for s in chosen.specs(arch)]
         dims = {64, 96, 128, 192, 256} if arch == "sm_90a" else set(range(32, 257, 32))
-        assert {c["head_dim"] for c in configs} == dims and len(configs) == 2 * len(dims)
+        tiles = [row for d in dims for row in (sm90.rows(d, d) if arch == "sm_90a" else (None,))]
+        assert {c["head_dim"] for c in configs} == dims and len(configs) == 2 * len(tiles)
         assert all(c["head_dim"] == c["head_dim_v"] and c["attn_mask"] == "none" for c in configs)
         assert not any(c[name] for c in configs for name in ("any_scale", "softcap", "alibi"))
 

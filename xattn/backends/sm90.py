@@ -32,8 +32,8 @@ class Tile(NamedTuple):
     """A configuration and where it is chosen: the first row of the table that answers, by the larger head dimension.
 
     ``plain``: only where a score is the scaled product and no more, as its lanes have no registers for other things;
-    ``least``: lengths of q and k from which on it is the fastest, without and with a bound to the right (causal,
-    window); None: never. ``reason``: measured, TFLOP/s on an H200 in bf16 beside what it was compared with.
+    ``least``: lengths of q and k from which on it is the fastest, without and with causal; None: never. ``reason``:
+    measured, TFLOP/s on an H200 in bf16 beside what it was compared with.
     """
 
     largest: int
@@ -60,8 +60,8 @@ TILES = (
     Tile(64, 128, 2, 4, True, 1, reason="s2048 413 with 128 keys, 404 with 192"),
     Tile(96, 128, 2, 3, True, 1),
     Tile(
-        128, 80, 3, 4, False, 1, plain=True, least=(4096, None),
-        reason="full s8192 670 with 3 warpgroups of 80 keys, 642 with 2 of 128; s1024 532, 594",
+        128, 80, 3, 4, False, 1, plain=True, least=(4096, 8192),
+        reason="full s8192 670 with 3 warpgroups of 80 keys, 642 with 2 of 128, s1024 532, 594; causal s8192 635, 605",
     ),
     Tile(128, 128, 2, 2, True, 1, reason="s2048 624 with 128 keys, 581 with 176"),
     Tile(192, 112, 2, 2, False, 1),
@@ -94,12 +94,12 @@ def rows(head_dim: int, head_dim_v: int) -> list[Tile]:
 
 def tile(problem: Problem, size: SizeBucket) -> Tile:
     """The configuration for a call."""
-    bounded = problem.causal or problem.window
-    plain = not (problem.softcap or problem.alibi_slopes or problem.attn_mask) and problem.kind == "attention"
+    plain = not (problem.softcap or problem.alibi_slopes or problem.attn_mask)
+    whole = plain and not problem.window and problem.kind == "attention"  # what the rows were measured on
     length = min(size.seqlen_q, size.seqlen_k)
     for row in rows(problem.head_dim, problem.head_dim_v):
-        least = row.least[bounded]
-        if not row.plain or (plain and least is not None and length >= least):
+        least = row.least[problem.causal]
+        if not row.plain or (whole and least is not None and length >= least):
             break
     return row
 
