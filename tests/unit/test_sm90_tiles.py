@@ -1,0 +1,70 @@
+"""Which configuration of Hopper's kernel a call gets: a table, chosen by head dimension, length and mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from xattn import dispatch
+from xattn.backends import sm90
+from xattn.device import from_arch
+from xattn.problem import Problem, SizeBucket
+
+HOPPER = from_arch("sm_90")
+
+
+def chosen(problem: Problem, seqlen_q: int, seqlen_k: int | None = None) -> tuple[int, int]:
+    """(num_warpgroups, tile_n) of the plan."""
+    size = SizeBucket.of(2, 16, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    config = dict(dispatch.cached_plan(problem, size, HOPPER, "sm90").config)
+    return config["num_warpgroups"], config["tile_n"]
+
+
+@pytest.mark.parametrize(
+    "head_dim, causal, seqlen, wanted",
+    [
+        (64, False, 256, (2, 128)),
+        (64, False, 512, (3, 128)),
+        (64, True, 1024, (2, 128)),
+        (64, True, 2048, (3, 128)),
+        (128, False, 2048, (2, 128)),
+        (128, False, 4096, (3, 80)),
+        (128, True, 4096, (2, 128)),
+        (128, True, 8192, (3, 80)),
+        (72, False, 8192, (2, 128)),
+        (256, True, 8192, (2, 64)),
+        (192, False, 512, (2, 112)),
+    ],
+)
+def test_by_head_dim_and_length(head_dim, causal, seqlen, wanted):
+    problem = Problem(head_dim=head_dim, head_dim_v=head_dim, causal=causal)
+    assert chosen(problem, seqlen) == wanted
+    if wanted[0] == 3:  # rows of few queries or keys would be empty
+        assert chosen(problem, 16, seqlen) == chosen(problem, seqlen, 16) == (2, 128)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"softcap": True}, {"alibi_slopes": True}, {"attn_mask": "bool"}, {"window": True}, {"kind": "varlen"}],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_warpgroups_serve_what_is_more_than_a_product(head_dim, feature):
+    problem = Problem(head_dim=head_dim, head_dim_v=head_dim)
+    assert chosen(problem, 8192)[0] == 3 and chosen(replace(problem, **feature), 8192) == (2, 128)
+
+
+def test_every_configuration_has_its_images_and_fits():
+    names = {dict(s.config)["num_warpgroups"] for s in sm90.BACKEND.images("sm_90a")}
+    assert names == {2, 3}
+    keys = [s.key() for s in sm90.BACKEND.images("sm_90a")]
+    assert len(set(keys)) == len(keys)
+    for spec in sm90.BACKEND.images("sm_90a"):
+        assert sm90.shared_bytes(spec.config) <= 227 * 1024, spec.name()
+
+
+def test_the_plan_tells_what_was_measured():
+    q = (2, 4096, 16, 128)
+    text = str(dispatch.cached_plan(Problem(), SizeBucket.of(*q[:1], q[2], q[1], q[1]), HOPPER, "sm90"))
+    assert "3 warpgroups of 80 keys" in text
