@@ -1,4 +1,4 @@
-"""The command line: info, explain, check, build, demo."""
+"""The command line: info, explain, check, bench, build, demo."""
 
 from __future__ import annotations
 
@@ -116,12 +116,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(run=_check)
 
-    from . import build, demo
+    from . import bench, build, demo
 
     run_build = commands.add_parser(
         "build", help="compile kernel images ahead of time into a folder", description=build.run.__doc__
     )
     build.add_arguments(run_build)
+    run_bench = commands.add_parser("bench", help="how fast calls are on a device", description=bench.main.__doc__)
+    bench.add_arguments(run_bench)
+    run_bench.set_defaults(run=bench.main, parser=run_bench)
     run_demo = commands.add_parser(
         "demo", help="a real language model answers a prompt through xattn, and checks itself"
     )
