@@ -342,7 +342,8 @@ def make(case: Case, device: str = "cpu") -> Call:
         if hidden.dim() > 1 and hidden.shape[-2] > 2:
             hidden[..., 1, :] = True  # a row that sees nothing
         added = mask.masked_fill(hidden, -torch.inf).to(_wide(types["q"]))
-        if hidden.dim() > 1 and hidden.shape[-2] > 2:
+        # Not where gradients are asked for: weights cannot be had again from an lse that has lost their sum.
+        if hidden.dim() > 1 and hidden.shape[-2] > 2 and not case.grads:
             added[..., 2, :] = torch.finfo(added.dtype).min  # the same of all keys hides none
         t["attn_mask"] = ~hidden if form == "bool" else added
     if case.alibi_slopes:
