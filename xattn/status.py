@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import places
 from .concurrency import ForkSafeLock
@@ -19,7 +20,7 @@ MESSAGES = {
     "max_seqlen": "max_seqlen_q or max_seqlen_k: smaller than the longest sequence",
     "seqlens_k": "seqlens_k or seqused_k: negative, or more than the page table, the cache or k has room for",
     "page_table": "page_table: a page id within a sequence's length is negative or not below num_pages",
-    "rotary": "rotary: a token stands behind the last position of the cos and sin tables",
+    "rotary": "rotary: a token stands further from position 0 than the cos and sin tables reach",
     "no_room": "k_new, v_new: the page table has no room for all new tokens; those without room were not written",
 }
 CODES = {name: 1 << n for n, name in enumerate(MESSAGES)}
@@ -37,12 +38,19 @@ def word(device: torch.device) -> Tensor:
         return _words[device]
 
 
+def readable(t: Tensor) -> bool:
+    """Whether ``t`` holds values: not on meta, and not where torch only looks at shapes."""
+    return t.device.type != "meta" and not isinstance(t, FakeTensor)
+
+
 def report(code: str, bad: Tensor, name: str = "", values: Tensor | int | None = None, allowed: str = "") -> None:
     """Notes that ``code`` happened if the boolean tensor ``bad`` has a True anywhere.
 
     On the CPU it raises at once, and says what was found: of ``values``, shaped like ``bad``, the first bad one, else
-    all of them.
+    all of them. Tensors without values report nothing.
     """
+    if not readable(bad):
+        return
     if bad.device.type == "cpu":
         if bad.any():
             raise DeviceValueError(f"{name}: got {_found(bad, values)}; allowed: {allowed}" if name else MESSAGES[code])

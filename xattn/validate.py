@@ -371,13 +371,38 @@ def append(
             fail(name, new.dtype, f"the dtype of the cache, {k_cache.dtype}", TypeError)
     if v_new is not None:
         _shape("v_new", v_new, (*lead, heads, v_cache.shape[3]))
-    elif v_cache.numel() and v_cache.untyped_storage().data_ptr() != k_cache.untyped_storage().data_ptr():
-        fail("v_new", None, "a tensor; it may be left out only where v_cache is a view of k_cache")
+    elif v_cache.numel() and not _is_part(v_cache, k_cache):
+        allowed = "a tensor; it may be left out only where v_cache is a view of k_cache, some channels of each token"
+        fail("v_new", None, allowed)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             if scale.dtype != torch.float32:
                 fail(name, scale.dtype, "torch.float32", TypeError)
             _shape(name, scale, (), (batch, heads))
+
+
+def _is_part(v_cache: Tensor, k_cache: Tensor) -> bool:
+    """Whether each vector of v_cache lies within the one of k_cache at the same page, slot and head."""
+    try:
+        one_storage = v_cache.untyped_storage()._cdata == k_cache.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a tensor under vmap shows none
+        return False
+    if not one_storage or v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
+        return False
+    if any(n > 1 and v_cache.stride(i) != k_cache.stride(i) for i, n in enumerate(k_cache.shape[:3])):
+        return False
+    first = v_cache.storage_offset() - k_cache.storage_offset()
+    last = first + (v_cache.shape[3] - 1) * v_cache.stride(3)
+    step, end = k_cache.stride(3), (k_cache.shape[3] - 1) * k_cache.stride(3)
+    if step == 0 or k_cache.shape[3] == 1:
+        return bool(first == last == 0)
+    return bool(
+        first >= 0
+        and last <= end
+        and first % step == 0
+        and last % step == 0
+        and (v_cache.shape[3] == 1 or v_cache.stride(3) % step == 0)
+    )
 
 
 def divisor(name: str, value: Any) -> None:
