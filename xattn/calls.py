@@ -138,6 +138,8 @@ def run(call: Call) -> Any:
     if call.rotary is not None:  # before anything is written: the tables may be too short for q
         q, _, _, _, lengths = positional
         positions = _query_positions(q, lengths, call.kwargs["cu_seqlens_q"])
+        if call.kwargs["causal"]:  # a query at a negative position sees no key: the tables need not have its row
+            positions = positions.clamp(min=0)
         turned = torch.ops.xattn.rotary(q, positions, call.rotary.cos, call.rotary.sin, call.rotary.interleaved)
         positional = (turned, *positional[1:])
     if call.append is not None:

@@ -385,6 +385,11 @@ def _append_fake(
     validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
 
 
+def _rotary_fake(x, positions, cos, sin, interleaved=False):
+    Rotary(cos, sin, interleaved).check_positions(x, positions)
+    return x.new_empty(x.shape)
+
+
 for _name, _kind in _KINDS.items():
     _LIBRARY.impl(_name, _kernel(_kind), "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _autograd_kernel(_kind), "Autograd", with_keyset=True)
@@ -398,7 +403,7 @@ for _name, _kind in _KINDS.items():
 _LIBRARY.impl(
     "rotary", lambda x, at, cos, sin, pairs=False: Rotary(cos, sin, pairs).apply(x, at), "CompositeExplicitAutograd"
 )
-torch.library.register_fake("xattn::rotary", lambda x, at, cos, sin, pairs=False: x.new_empty(x.shape), lib=_LIBRARY)
+torch.library.register_fake("xattn::rotary", _rotary_fake, lib=_LIBRARY)
 _LIBRARY.impl("check_paged", _check, "CompositeExplicitAutograd")
 torch.library.register_fake("xattn::check_paged", _check_fake, lib=_LIBRARY)
 for _device in ("cpu", "cuda"):
