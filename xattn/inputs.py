@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .places import readable
 from .problem import GRADS, Problem, SizeBucket
-from .status import readable
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "fp64",

@@ -35,8 +35,9 @@ class Rotary:
                 raise ValueError(
                     f"{name}: got shape {tuple(t.shape)}; allowed: (positions, rotary_dim / 2), for cos and sin alike"
                 )
-        if not isinstance(self.interleaved, bool):
+        if type(self.interleaved).__name__ not in ("bool", "bool_"):  # numpy's too
             raise TypeError(f"interleaved: got {type(self.interleaved).__name__}; allowed: True or False")
+        object.__setattr__(self, "interleaved", bool(self.interleaved))
 
     def check(self, x: Tensor) -> None:
         """Raises where the tables do not fit ``x`` (..., heads, head_dim)."""

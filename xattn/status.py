@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from . import places
 from .concurrency import ForkSafeLock
@@ -38,18 +37,13 @@ def word(device: torch.device) -> Tensor:
         return _words[device]
 
 
-def readable(t: Tensor) -> bool:
-    """Whether ``t`` holds values: not on meta, and not where torch only looks at shapes."""
-    return t.device.type != "meta" and not isinstance(t, FakeTensor)
-
-
 def report(code: str, bad: Tensor, name: str = "", values: Tensor | int | None = None, allowed: str = "") -> None:
     """Notes that ``code`` happened if the boolean tensor ``bad`` has a True anywhere.
 
     On the CPU it raises at once, and says what was found: of ``values``, shaped like ``bad``, the first bad one, else
     all of them. Tensors without values report nothing.
     """
-    if not readable(bad):
+    if not places.readable(bad):
         return
     if bad.device.type == "cpu":
         if bad.any():
