@@ -273,7 +273,8 @@ def attention_paged(
             slower. A max_seqlen_q below the seqlen_q of q is an error.
         k_new, v_new: (batch, seqlen_new, heads_kv, head_dim), or packed with cu_seqlens_new (batch + 1,): written
             behind the seqlens_k tokens, and part of the attention. The cache is changed. Scales, above 0 then, divide
-            them; fp8 caches clamp them. v_new may be left out where v_cache is a view of k_cache.
+            them; fp8 caches clamp them. v_new may be left out where v_cache is a view of k_cache that holds, of each
+            page, slot and head, channels of that same vector of k_cache.
         rotary: applied to k_new before it is written, and to q, at their positions.
         num_splits: how many parts of the keys native kernels work on at once; None leaves it to them. Fallbacks work in
             one part.

@@ -31,11 +31,15 @@ def no_forward_mode() -> UnsupportedError:
     )
 
 
+def forward_mode() -> bool:
+    """Whether tensors may carry tangents that nobody else looks at."""
+    return forward_ad._current_level >= 0 and not transforms_active()
+
+
 def refuse_forward_mode(tensors: Iterable[Tensor | None]) -> None:
     """Raises UnsupportedError where a tensor carries a tangent; torch.func.jvp finds the Functions' own refusal."""
-    if forward_ad._current_level >= 0 and not transforms_active():
-        if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise no_forward_mode()
+    if forward_mode() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise no_forward_mode()
 
 
 class Attention(torch.autograd.Function):

@@ -138,6 +138,8 @@ def run(call: Call) -> Any:
     if call.rotary is not None:  # before anything is written: the tables may be too short for q
         q, _, _, _, lengths = positional
         positions = _query_positions(q, lengths, call.kwargs["cu_seqlens_q"])
+        if call.kwargs["causal"]:  # a query at a negative position sees no key: the tables need not have its row
+            positions = positions.clamp(min=0)
         turned = torch.ops.xattn.rotary(q, positions, call.rotary.cos, call.rotary.sin, call.rotary.interleaved)
         positional = (turned, *positional[1:])
     if call.append is not None:
@@ -168,7 +170,11 @@ def _refuse_transforms(call: Call) -> None:
             raise UnsupportedError(
                 f"{name}: got a tensor under a torch.func transform (vmap, grad); allowed: None there"
             )
-    autograd.refuse_forward_mode(t for t in call.positional if isinstance(t, Tensor))
+    if autograd.forward_mode():
+        held = [t for role in _FUNCTIONS for t in call.kwargs.get(f"{role}_aux") or ()]
+        turned = [call.rotary.cos, call.rotary.sin] if call.rotary is not None else []
+        given = [*call.positional, *call.kwargs.values(), *(call.append or {}).values(), call.out, *held, *turned]
+        autograd.refuse_forward_mode(t for t in given if isinstance(t, Tensor))
 
 
 def describe(kind: str, given: dict[str, Any]) -> Inputs:
@@ -195,6 +201,13 @@ def describe(kind: str, given: dict[str, Any]) -> Inputs:
 def check(call: Call, inputs: Inputs) -> None:
     """What the host can see of a call's tensors, those that are written to included."""
     grads = asked(inputs)
+    if (
+        call.rotary is not None
+        and torch.is_grad_enabled()
+        and (call.rotary.cos.requires_grad or call.rotary.sin.requires_grad)
+    ):
+        allowed = "attention_paged has no gradient: call it under torch.no_grad()"
+        validate.fail("rotary", "cos or sin that requires a gradient", allowed)
     validate.call(inputs, grads)
     if call.rotary is not None:
         call.rotary.check(inputs.q)
@@ -223,10 +236,8 @@ def _autocast(kind: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    for name in ("causal", "return_lse"):
-        validate.flag(name, kwargs[name])
-    if kwargs["deterministic"] is not None:
-        validate.flag("deterministic", kwargs["deterministic"])
+    for name in ("causal", "return_lse", *(("deterministic",) if kwargs["deterministic"] is not None else ())):
+        kwargs[name] = validate.flag(name, kwargs[name])
     if kwargs["softmax_scale"] is not None:
         kwargs["softmax_scale"] = validate.factor("softmax_scale", kwargs["softmax_scale"])
     kwargs["softcap"] = validate.factor("softcap", kwargs["softcap"])

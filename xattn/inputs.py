@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .places import readable
 from .problem import GRADS, Problem, SizeBucket
 
 DTYPES: dict[torch.dtype, str] = {
@@ -31,7 +32,18 @@ def is_direct(t: Tensor) -> bool:
         return True
     size = t.element_size()
     aligned = all(n == 1 or s * size % 16 == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True))
-    return t.stride(-1) == 1 and aligned and (t.device.type == "meta" or t.data_ptr() % 16 == 0)
+    return t.stride(-1) == 1 and aligned and (address(t) or 0) % 16 == 0
+
+
+def address(t: Tensor) -> int | None:
+    """Where ``t`` starts in memory; None for tensors without memory of their own: on meta, fake, under a torch.func
+    transform."""
+    if not readable(t):
+        return None
+    try:
+        return t.data_ptr()
+    except RuntimeError:
+        return None
 
 
 def present(t: Tensor | None) -> Tensor:

@@ -227,6 +227,8 @@ def _autograd_kernel(kind: str):
     op = getattr(torch.ops.xattn, _NAMES[kind]).default
 
     def kernel(keyset, *args, needs_grad=None, **kwargs):
+        if autograd.forward_mode():
+            autograd.refuse_forward_mode(record(kind, args, kwargs).flat())
         if torch.is_grad_enabled() and needs_grad is None:
             inputs = record(kind, args, kwargs)
             asked = [t is not None and t.requires_grad for _, t in inputs.differentiable()]
@@ -325,6 +327,23 @@ def autocast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype) if eligible else t
 
 
+def _no_gradient(name: str):
+    """The Autograd kernel of an op that has no gradient: it raises where one is asked for."""
+    op = getattr(torch.ops.xattn, name).default
+    names = [argument.name for argument in op._schema.arguments]
+
+    def kernel(keyset, *args, **kwargs):
+        given = {n: t for n, t in (*zip(names, args, strict=False), *kwargs.items()) if isinstance(t, Tensor)}
+        autograd.refuse_forward_mode(given.values())
+        for asking, t in given.items():
+            if torch.is_grad_enabled() and t.requires_grad:
+                allowed = f"{name} has no gradient: call it under torch.no_grad()"
+                validate.fail(asking, "a tensor that requires a gradient", allowed)
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return kernel
+
+
 def _append(
     k_cache,
     v_cache,
@@ -385,6 +404,11 @@ def _append_fake(
     validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
 
 
+def _rotary_fake(x, positions, cos, sin, interleaved=False):
+    Rotary(cos, sin, interleaved).check_positions(x, positions)
+    return x.new_empty(x.shape)
+
+
 for _name, _kind in _KINDS.items():
     _LIBRARY.impl(_name, _kernel(_kind), "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _autograd_kernel(_kind), "Autograd", with_keyset=True)
@@ -398,12 +422,14 @@ for _name, _kind in _KINDS.items():
 _LIBRARY.impl(
     "rotary", lambda x, at, cos, sin, pairs=False: Rotary(cos, sin, pairs).apply(x, at), "CompositeExplicitAutograd"
 )
-torch.library.register_fake("xattn::rotary", lambda x, at, cos, sin, pairs=False: x.new_empty(x.shape), lib=_LIBRARY)
+torch.library.register_fake("xattn::rotary", _rotary_fake, lib=_LIBRARY)
 _LIBRARY.impl("check_paged", _check, "CompositeExplicitAutograd")
 torch.library.register_fake("xattn::check_paged", _check_fake, lib=_LIBRARY)
 for _device in ("cpu", "cuda"):
     _LIBRARY.impl("check_paged", _autocast_kernel("paged", _device, "check_paged"), f"Autocast{_device.upper()}")
 _LIBRARY.impl("append_paged", _append, "CompositeExplicitAutograd")
+for _name in ("append_paged", "rotary"):
+    _LIBRARY.impl(_name, _no_gradient(_name), "Autograd", with_keyset=True)
 torch.library.register_fake("xattn::append_paged", _append_fake, lib=_LIBRARY)
 for _name, _words in {
     "attention": "xattn.attention",

@@ -9,7 +9,7 @@ import contextlib
 import copy
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -52,7 +52,8 @@ class PagedKVCache:
     the steps. Work is queued on the current stream: use one stream, or order them.
 
     Ids are hashable: ints, strings. In every method bad arguments raise TypeError or ValueError and change nothing; so
-    do sizes that the memory does not hold, with MemoryError. ``copy.deepcopy`` gives a cache of its own.
+    do sizes that the memory does not hold, with MemoryError. ``copy.deepcopy`` gives a cache of its own;
+    ``copy.copy`` and pickle raise TypeError.
 
     Args:
         num_pages, page_size: pages in all, and tokens in a page.
@@ -120,6 +121,12 @@ class PagedKVCache:
             own = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "_lock"}
             vars(new).update(own, _lock=ForkSafeLock(reentrant=True))
             return new
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("PagedKVCache: got copy.copy, two caches over the same pages; allowed: copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("PagedKVCache: got pickle, and pages stay in their process; allowed: copy.deepcopy")
 
     # ---------------------------------------------------------------- a step
     def reserve(self, ids: Iterable[Hashable], n: int | Sequence[int]) -> None:

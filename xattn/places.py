@@ -1,12 +1,20 @@
-"""Torch devices as users name them: which are here, and one message for those that are not."""
+"""Torch devices as users name them: which are here, and one message for those that are not; whether a tensor lies on
+one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 ALLOWED = "a torch device of this machine, such as 'cpu', 'cuda', 'cuda:1' or a number of a GPU"
+
+
+def readable(t: Tensor) -> bool:
+    """Whether ``t`` holds values: not on meta, and not where torch only looks at shapes."""
+    return t.device.type != "meta" and not isinstance(t, FakeTensor)
 
 
 def parsed(name: str, value: Any) -> torch.device:

@@ -5,7 +5,7 @@ Generator: Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw: "Parallel rando
 7 is the fewest rounds that pass BigCrush there). One evaluation gives four 32-bit words, used as eight 16-bit numbers.
 
     key     = (seed + offset * 0x9E3779B97F4A7C15) mod 2^64, low word first
-    counter = (kv_group, q_idx, batch, head), 32 bits each
+    counter = (kv_group, q_idx, batch, head), each mod 2^32, so that negative positions count too
     kv_group takes kv_idx without its bits 0, 4 and 5:  (kv_idx >> 6) * 8 + ((kv_idx >> 1) & 7)
     word     = (kv_idx >> 4) & 3                          (bits 4 and 5)
     half     = kv_idx & 1                                 (0: low 16 bits, 1: high 16 bits)
@@ -52,7 +52,8 @@ def uniform16(rng: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: T
     batch, head, q_idx, kv_idx = (x.to(torch.int64) for x in (batch, head, q_idx, kv_idx))
     key = rng[0] + rng[1] * (_GOLDEN - (1 << 64))  # int64 arithmetic wraps, as the definition wants
     group = (kv_idx >> 6) * 8 + ((kv_idx >> 1) & 7)
-    words = philox4x32((group, q_idx, batch, head), (key & _MASK, (key >> 32) & _MASK))
+    counter = tuple(n & _MASK for n in (group, q_idx, batch, head))
+    words = philox4x32(counter, (key & _MASK, (key >> 32) & _MASK))
     select = (kv_idx >> 4) & 3
     low, high = torch.where(select == 0, words[0], words[1]), torch.where(select == 2, words[2], words[3])
     return (torch.where(select < 2, low, high) >> ((kv_idx & 1) * 16)) & 0xFFFF

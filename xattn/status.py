@@ -19,7 +19,7 @@ MESSAGES = {
     "max_seqlen": "max_seqlen_q or max_seqlen_k: smaller than the longest sequence",
     "seqlens_k": "seqlens_k or seqused_k: negative, or more than the page table, the cache or k has room for",
     "page_table": "page_table: a page id within a sequence's length is negative or not below num_pages",
-    "rotary": "rotary: a token stands behind the last position of the cos and sin tables",
+    "rotary": "rotary: a token stands further from position 0 than the cos and sin tables reach",
     "no_room": "k_new, v_new: the page table has no room for all new tokens; those without room were not written",
 }
 CODES = {name: 1 << n for n, name in enumerate(MESSAGES)}
@@ -41,8 +41,10 @@ def report(code: str, bad: Tensor, name: str = "", values: Tensor | int | None =
     """Notes that ``code`` happened if the boolean tensor ``bad`` has a True anywhere.
 
     On the CPU it raises at once, and says what was found: of ``values``, shaped like ``bad``, the first bad one, else
-    all of them.
+    all of them. Tensors without values report nothing.
     """
+    if not places.readable(bad):
+        return
     if bad.device.type == "cpu":
         if bad.any():
             raise DeviceValueError(f"{name}: got {_found(bad, values)}; allowed: {allowed}" if name else MESSAGES[code])

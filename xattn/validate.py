@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import status
-from .inputs import DTYPES, FP8, Inputs, dtype_name, present
+from . import places, status
+from .inputs import DTYPES, FP8, Inputs, address, dtype_name, present
 
 _LARGEST = 2**63 - 1
 _SMALLEST, _LARGEST_FACTOR = 2.0**-126, 1e30  # the first normal number of float32; and far from its last
@@ -56,8 +56,11 @@ def factor(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
+    """A bool; numpy's become Python's."""
     if not isinstance(value, bool):
-        fail(name, type(value).__name__, "True or False", TypeError)
+        if type(value).__module__ != "numpy" or type(value).__name__ not in ("bool", "bool_"):
+            fail(name, type(value).__name__, "True or False", TypeError)
+        value = bool(value)
     return value
 
 
@@ -115,25 +118,34 @@ def alike(name: str, t: Tensor, first: Tensor, device: torch.device) -> None:
 
 def writable(name: str, t: Tensor) -> None:
     """A tensor that can be written to: no two elements in one place, no inference tensor outside inference mode."""
-    if torch.compiler.is_compiling():  # sizes may be symbols: only what is expanded is seen
-        strides = [(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if s == 0 and n > 1]
-    elif t.is_inference() and not torch.is_inference_mode_enabled():
+    if not torch.compiler.is_compiling() and t.is_inference() and not torch.is_inference_mode_enabled():
         fail(name, "an inference tensor", "a tensor made outside torch.inference_mode(), or this call within it")
-    else:
-        strides = sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else []
-    reach = 0  # of the dimensions so far: each next one must step beyond it
-    for stride, n in strides:
+    dims = [(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] if t.numel() else []
+    for i, (stride, _) in enumerate(dims):  # each must step beyond all that those of smaller strides reach
+        reach = 0
+        for j, (s, n) in enumerate(dims):  # sizes may be symbols here, which cannot be sorted
+            if i != j and s <= stride:
+                reach += s * (n - 1)
         if stride <= reach:
             fail(name, f"strides {t.stride()} for shape {tuple(t.shape)}", "a tensor whose elements do not overlap")
-        reach += stride * (n - 1)
 
 
 def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
-    """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d."""
+    """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d. Tensors on the CPU are read."""
+    if isinstance(value, Tensor) and not torch.compiler.is_compiling():
+        finite(name, value)
     if value is None or isinstance(value, Tensor):
         return value
     top = torch.finfo(torch.float32).max
     return torch.full((), number(name, value, -top, top), dtype=torch.float32, device=like.device)
+
+
+def finite(name: str, value: Tensor | None) -> None:
+    """A scale of finite numbers, where the host sees them: on the CPU."""
+    if value is None or value.device.type != "cpu" or not value.is_floating_point() or address(value) is None:
+        return
+    if not bool(value.isfinite().all()):
+        fail(name, value.tolist(), "finite numbers")
 
 
 # ---------------------------------------------------------------- tensors of a call
@@ -153,7 +165,7 @@ def call(x: Inputs, grads: Sequence[str] = ()) -> None:
     if grads:
         if x.kind == "paged":
             fail(
-                "q",
+                _given_as(x, grads[0].removesuffix("_aux")),
                 "a tensor that requires a gradient",
                 "attention_paged has no gradient: call it under torch.no_grad()",
             )
@@ -371,8 +383,9 @@ def append(
             fail(name, new.dtype, f"the dtype of the cache, {k_cache.dtype}", TypeError)
     if v_new is not None:
         _shape("v_new", v_new, (*lead, heads, v_cache.shape[3]))
-    elif v_cache.numel() and v_cache.untyped_storage().data_ptr() != k_cache.untyped_storage().data_ptr():
-        fail("v_new", None, "a tensor; it may be left out only where v_cache is a view of k_cache")
+    elif v_cache.numel() and not _is_part(v_cache, k_cache):
+        allowed = "a tensor; it may be left out only where v_cache is a view of k_cache, some channels of each token"
+        fail("v_new", None, allowed)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             if scale.dtype != torch.float32:
@@ -380,13 +393,39 @@ def append(
             _shape(name, scale, (), (batch, heads))
 
 
+def _is_part(v_cache: Tensor, k_cache: Tensor) -> bool:
+    """Whether each vector of v_cache lies within the one of k_cache at the same page, slot and head."""
+    try:
+        one_storage = v_cache.untyped_storage()._cdata == k_cache.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a tensor under vmap shows none
+        return False
+    if not one_storage or v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
+        return False
+    if any(n > 1 and v_cache.stride(i) != k_cache.stride(i) for i, n in enumerate(k_cache.shape[:3])):
+        return False
+    first = v_cache.storage_offset() - k_cache.storage_offset()
+    last = first + (v_cache.shape[3] - 1) * v_cache.stride(3)
+    step, end = k_cache.stride(3), (k_cache.shape[3] - 1) * k_cache.stride(3)
+    if step == 0 or k_cache.shape[3] == 1:
+        return bool(first == last == 0)
+    return bool(
+        first >= 0
+        and last <= end
+        and first % step == 0
+        and last % step == 0
+        and (v_cache.shape[3] == 1 or v_cache.stride(3) % step == 0)
+    )
+
+
 def divisor(name: str, value: Any) -> None:
     """A scale that new tokens are divided by, where the host sees it: a number, or a tensor on the CPU."""
     allowed = "more than 0 where tokens are written, which are divided by it"
     if isinstance(value, (int, float)) and not value > 0:
         fail(name, value, allowed)
-    if isinstance(value, Tensor) and value.device.type == "cpu" and not bool((value > 0).all()):
-        fail(name, value.tolist(), allowed)
+    if isinstance(value, Tensor) and value.device.type == "cpu" and places.readable(value):
+        finite(name, value)
+        if not bool((value > 0).all()):
+            fail(name, value.tolist(), allowed)
 
 
 # ---------------------------------------------------------------- values on the device
@@ -395,6 +434,8 @@ def values(x: Inputs, lengths: Tensor | None = None) -> None:
 
     ``lengths``: of a paged call whose new tokens are not written yet, with them; ``x.seqlens_k`` is without them.
     """
+    for name in ("q_scale", "k_scale", "v_scale"):
+        finite(name, getattr(x, name))
     if x.cu_seqlens_q is not None:
         offsets("cu_seqlens_q", x.cu_seqlens_q, x.q.shape[0], x.max_seqlen_q, "max_seqlen_q")
     if x.cu_seqlens_k is not None:

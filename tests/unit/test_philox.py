@@ -355,3 +355,15 @@ def test_blocks_are_the_ones_of_the_generator(monkeypatch):
         tile, i = divmod(n, 8)
         members = [j for j in range(192) if groups[j] == n]
         assert members == sorted(64 * tile + 2 * i + j for j in (0, 1, 16, 17, 32, 33, 48, 49))
+
+
+@pytest.mark.parametrize("shift", [2**32, -(2**32)])
+def test_indices_count_mod_2_to_the_32(shift):
+    """Queries that are more than the tokens of their sequence stand at negative positions."""
+    batch, head, q_idx, kv_idx = indices(2, 2, 5, 16)
+    q_idx = q_idx - 3
+    numbers = rng.uniform16(pair(3, 4), batch, head, q_idx, kv_idx)
+    for n in range(3):
+        moved = [batch, head, q_idx]
+        moved[n] = moved[n] + shift
+        assert torch.equal(numbers, rng.uniform16(pair(3, 4), *moved, kv_idx))

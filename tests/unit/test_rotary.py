@@ -33,7 +33,7 @@ def by_complex(x: np.ndarray, positions: np.ndarray, width: int, interleaved: bo
 def test_against_complex_numbers(interleaved, width, head_dim, lead):
     torch.manual_seed(0)
     x = torch.randn(*lead, 3, head_dim)
-    positions = torch.randint(0, 50, lead)
+    positions = torch.randint(-49, 50, lead)
     got = Rotary(*tables(50, width), interleaved).apply(x, positions)
     wanted = by_complex(x.numpy(), positions.numpy(), width, interleaved)
     np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=1e-5)
@@ -117,3 +117,74 @@ def test_refuses(args, error, words):
 def test_frozen():
     with pytest.raises(AttributeError):
         Rotary(COS, SIN).interleaved = True
+
+
+@pytest.mark.parametrize("position", [4, -4, 2**62, -(2**63)])
+def test_neither_end_is_passed(position):
+    rotary, x = Rotary(*tables(4, 4)), torch.randn(2, 1, 8)
+    with pytest.raises(xattn.DeviceValueError, match="rotary: got .* positions below 4, .* and above -4"):
+        rotary.apply(x, torch.tensor([0, position]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", None])
+def test_queries_before_the_first_token(backend, packed):
+    """Without causal they see all keys: only the difference of positions counts, so all may stand 8 later."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (4, 2, 2))
+    early, late = torch.arange(-2, 2)[None], torch.arange(6, 10)[None]
+    rotary = Rotary(*tables(16, 4))
+    k_cache, v_cache = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8)
+    k_cache[:, :2], v_cache[:, :2] = rotary.apply(k, early[:, 2:]), v
+    options = {"cu_seqlens_q": torch.tensor([0, 4]), "max_seqlen_q": 4} if packed else {}
+    found = xattn.attention_paged(
+        q[0] if packed else q,
+        k_cache,
+        v_cache,
+        torch.tensor([[0]]),
+        torch.tensor([2]),
+        rotary=rotary,
+        backend=backend,
+        **options,
+    )
+    wanted = xattn.attention(rotary.apply(q, late), rotary.apply(k, late[:, 2:]), v)
+    torch.testing.assert_close(found.reshape(wanted.shape), wanted)
+
+
+def test_causal_queries_before_the_first_token_need_no_rows():
+    x, cache, rotary = torch.randn(1, 9, 2, 8), torch.randn(1, 4, 2, 8), Rotary(*tables(4, 4))
+    paged = (x, cache, cache, torch.tensor([[0]]), torch.tensor([2]))
+    assert not xattn.attention_paged(*paged, rotary=rotary, causal=True)[:, :7].any()
+    with pytest.raises(xattn.DeviceValueError, match="rotary: got -7 at"):
+        xattn.attention_paged(*paged, rotary=rotary)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (
+            {"positions": torch.tensor([[0.5, 1.0]])},
+            "positions: got torch.float32; allowed: torch.int32 or torch.int64",
+        ),
+        ({"positions": torch.tensor([[True, False]])}, "positions: got torch.bool"),
+        ({"positions": torch.tensor([[0, 1]], dtype=torch.int16)}, "positions: got torch.int16"),
+        ({"positions": torch.tensor([0, 1])}, "positions: got shape"),
+        ({"positions": torch.tensor([[0, 1]], device="meta")}, "positions: got device meta"),
+        ({"x": torch.ones(1, 2, 2, 8, dtype=torch.int64)}, "x: got torch.int64"),
+        ({"x": torch.ones(8)}, "x: got shape"),
+        ({"x": torch.ones(1, 2, 2, 6)}, "rotary: got rotary_dim 8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("way", ["method", "op", "compiled"])
+def test_bad_arguments_of_the_op(bad, message, way):
+    x, positions = bad.get("x", torch.randn(1, 2, 2, 8)), bad.get("positions", torch.tensor([[0, 1]]))
+    rotary = Rotary(*tables(4, 4))
+    call = rotary.apply
+    if way != "method":
+        call = lambda x, at: torch.ops.xattn.rotary(x, at, rotary.cos, rotary.sin)  # noqa: E731
+    if way == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=message):
+        call(x, positions)
