@@ -41,5 +41,6 @@ BACKEND = Backend(
         BODY.tile(problem.head_dim, problem.head_dim_v), problem
     ),
     missing=BODY.missing,
+    too_large=BODY.too_large,
     images=_images,
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import forward_call, jit, launch
+from ..capability import Refusal
 from ..device import Device
 from ..device import of as device_of
 from ..forward_call import Fields
@@ -17,6 +18,7 @@ from ..images import ImageSpec
 from ..inputs import Inputs, is_direct
 from ..kernel_call import Call, Shape, TensorMap
 from ..launch_params import ForwardParams
+from ..problem import Problem, SizeBucket
 from .base import Backend, Config
 
 CAPABILITY = replace(forward_call.CAPABILITY, vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}))
@@ -69,7 +71,7 @@ def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields
 def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     x, options = inputs, dict(config)
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
-    tile_n, groups = int(options["tile_n"]), int(options["num_warpgroups"])
+    tile_n, groups = _number(options["tile_n"]), _number(options["num_warpgroups"])
     tile_m = 64 * groups
     forward = forward_call.describe(x, tile_m, _section(x), _direct)
     fields = _fields(forward_call.element(x), sizes, forward_call.switches(x, forward.mask))
@@ -149,6 +151,11 @@ def _images(arch: str) -> Iterator[ImageSpec]:
                 yield ImageSpec(_ENTRY, _fields(("element", name), _tile(d, dv), chosen), arch)
 
 
+def _too_large(problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
+    tile_m = 64 * int(dict(_tile(problem.head_dim, problem.head_dim_v))["num_warpgroups"])
+    return forward_call.too_large(problem, size, tile_m, forward_call.MOST_TILES, -(-size.rows // tile_m))
+
+
 def _missing(device: Device) -> str:
     return launch.missing() or jit.missing(_ARCH)
 
@@ -160,5 +167,6 @@ BACKEND = Backend(
     prepare=_prepare,
     config=lambda problem, size, device: forward_call.plan_config(_tile(problem.head_dim, problem.head_dim_v), problem),
     missing=_missing,
+    too_large=_too_large,
     images=_images,
 )
