@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        settings.log_level()  # raises where the variable is wrong
+        _check_settings()
         status = args.run(args)
         sys.stdout.flush()
         return status
@@ -33,6 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough; what is still buffered must not fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _check_settings() -> None:
+    """Raises where an environment variable is wrong, also one that the command does not need."""
+    from . import build
+
+    settings.check()
+    build.check_settings()
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
