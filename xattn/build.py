@@ -17,6 +17,7 @@ from . import device, jit, settings, shipped, show
 from .errors import UnsupportedError
 from .images import Image, ImageSpec, Store, encode, publish
 
+ALLOWED_ARCHS = f"{', '.join(shipped.ARCHS)}, or sm_NN from sm_80"
 _MODE = 0o755  # what is built here is for others: a wheel's users, a machine's
 
 
@@ -73,6 +74,13 @@ def run(args: argparse.Namespace) -> int:
     return _report_failures(failures)
 
 
+def check_settings() -> None:
+    """Raises ValueError where XATTN_ARCHS names an architecture that no backend has images for."""
+    for arch in settings.archs():
+        if not shipped.known(arch):
+            raise ValueError(f"XATTN_ARCHS names {arch!r}; allowed, separated by commas: {ALLOWED_ARCHS}")
+
+
 def _archs(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
@@ -88,12 +96,9 @@ def _jobs(text: str) -> int:
 
 def _specs(arch: str, chosen: shipped.ShippedSet | None) -> list[ImageSpec]:
     """The images of ``arch`` in a set, or (None) all of them. ValueError where no backend has any."""
+    if not shipped.known(arch):
+        raise ValueError(f"--arch: got {arch!r}, for which no backend has images; allowed: {ALLOWED_ARCHS}")
     specs = chosen.specs(arch) if chosen else shipped.everything(arch)
-    if not specs and not shipped.everything(arch):
-        known = ", ".join(shipped.ARCHS)
-        raise ValueError(
-            f"--arch: got {arch!r}, for which no backend has images; allowed: {known}, or sm_NN from sm_80"
-        )
     if not specs:
         raise ValueError(f"--arch: got {arch!r}; the set has no image for it")
     return specs

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TextIO
 
 from . import settings, show
 
@@ -17,22 +18,75 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0 done, 1 a check failed or nothing answers, 2 wrong usage."""
+    """Runs one command; returns the exit status: 0 done, 1 a check failed or nothing answers, 2 wrong usage, or the
+    output cannot be written."""
+    if sys.stderr is None:  # closed: what belongs there must not go to stdout
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        return _wrong("xattn: stdout is closed; allowed: one that can be written to")
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:  # also of what argparse has printed
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        _discard(sys.stdout)
+        return 0
+    except OSError as error:
+        _discard(sys.stdout)
+        return _wrong(f"xattn: stdout cannot be written to: {error.strerror or error}")
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # nobody can be told: the status says it alone
+            _discard(sys.stderr)
+
+
+def _run(argv: Sequence[str]) -> int:
     parser = _parser()
-    args, unknown = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
+    args, unknown = parser.parse_known_args(_joined(argv))
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        settings.log_level()  # raises where the variable is wrong
-        status = args.run(args)
-        sys.stdout.flush()
-        return status
+        _check_settings()
+        return args.run(args)
     except (ValueError, TypeError) as error:
-        print(f"xattn {args.command}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader has seen enough; what is still buffered must not fail at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _wrong(f"xattn {args.command}: {error}")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.stdout.flush()  # raises again where it was stdout
+        return _wrong(f"xattn {args.command}: {error}")
+
+
+def _wrong(text: str) -> int:
+    """Exit status 2, and why."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
+    return 2
+
+
+def _discard(stream: TextIO) -> None:
+    """What is still buffered must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that raises where help cannot be written."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
+
+def _check_settings() -> None:
+    """Raises where an environment variable is wrong, also one that the command does not need."""
+    from . import build
+
+    settings.check()
+    build.check_settings()
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -48,7 +102,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     variables = "\n".join(f"  {name:<18}{text}" for name, text in settings.VARIABLES.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m xattn",
         description="One attention API for fleets that mix NVIDIA and AMD GPUs.",
         epilog=f"environment variables:\n{variables}",

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from . import jit, launch, status
-from .capability import Capability, HeadDims
+from .capability import Capability, HeadDims, Refusal
 from .device import Device
 from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
 from .inputs import TENSORS, Inputs, is_direct
 from .kernel_call import Call, Output, Shape, slot
 from .launch_params import ForwardParams, Operand
-from .problem import Problem
+from .problem import Problem, SizeBucket
 
 TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
 _PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi"}  # fields of the parameter block that have other names
@@ -49,18 +49,26 @@ CAPABILITY = Capability(
     ),
 )
 
+# What the 32-bit numbers of csrc_cuda hold. Blocks that take tile after tile count beyond the last one by two grids at
+# most (arch/sm90/tiles.h); a row or key, a tile and a window's distance (below 2^30) add up to less than 2^31.
+MOST_TILES = 2**31 - 2**12
+_MOST_ROWS = 2**30 - 2**10
+_MOST_STRIDE = 2**31 - 1  # from one row to the next, in elements (kernels/tile_copy.h)
+
 Fields = tuple[tuple[str, ConfigValue], ...]  # of a kernel's Config struct; their order is part of an image's address
 
 
 @dataclass(frozen=True)
 class ForwardBody:
     """A layer of the shared body. ``tiles``: rows (largest head dimension, *TILE_NAMES). Keys and values of
-    ``section_bytes`` are worked on at once, a part of the L2 cache."""
+    ``section_bytes`` are worked on at once, a part of the L2 cache; a launch has ``most_threads`` at most, where there
+    is a bound."""
 
     entry: str
     warp_size: int
     tiles: tuple[tuple[int, int, int, int, int], ...]
     section_bytes: int
+    most_threads: int | None = None
 
     def tile(self, head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
         """The part of a configuration that the head dimensions decide; images exist for multiples of 32."""
@@ -76,6 +84,13 @@ class ForwardBody:
                 fields: Fields = (("element", name), *self.tile(d, dv), ("keep_q", False), *chosen)
                 yield ImageSpec(self.entry, fields, arch)
 
+    def too_large(self, problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
+        """``Backend.too_large``."""
+        tile = dict(self.tile(problem.head_dim, problem.head_dim_v))
+        threads = self.warp_size * tile["num_warps"]
+        most = MOST_TILES if self.most_threads is None else min(MOST_TILES, self.most_threads // threads)
+        return too_large(problem, size, tile["tile_m"], most)
+
     def missing(self, device: Device) -> str:
         """``Backend.missing``."""
         return launch.missing() or jit.missing(device.arch)
@@ -86,6 +101,28 @@ def plan_config(tile: Fields, problem: Problem) -> tuple[tuple[str, object], ...
     mask = {"": "none", "bool": "boolean", "additive": "added"}[problem.attn_mask]
     config = (*tile, ("attn_mask", mask))
     return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
+
+
+def too_large(
+    problem: Problem, size: SizeBucket, tile_m: int, most_tiles: int, spare_blocks: int = 0
+) -> tuple[Refusal, ...]:
+    """What of a problem the kernels have no 32-bit number for. Strides other than that of rows have 64 bits.
+
+    ``spare_blocks``: row blocks that the rows behind the last offset of a packed q may need; fewer than those of a
+    sequence are taken as many.
+    """
+    m_blocks = max(1, -(-size.seqlen_q // tile_m))
+    tiles = size.batch * m_blocks
+    if problem.kind == "varlen":
+        tiles += max(m_blocks, spare_blocks)
+    counts = (
+        ("seqlen_q", size.seqlen_q, _MOST_ROWS),
+        ("seqlen_k", size.seqlen_k, _MOST_ROWS),
+        ("rows of a packed q or k", size.rows, _MOST_ROWS),
+        ("heads * head_dim", size.num_heads_q * max(problem.head_dim, problem.head_dim_v), _MOST_STRIDE),
+        (f"tiles of {tile_m} rows", tiles * size.num_heads_q, most_tiles),
+    )
+    return tuple(Refusal("large", name, got, (f"up to {most}",)) for name, got, most in counts if got > most)
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,8 @@ class Inputs:
         )
 
     def size_bucket(self) -> SizeBucket:
-        return SizeBucket.of(self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k)
+        rows = max(self.q.shape[0], self.k.shape[0]) if self.kind == "varlen" else 0
+        return SizeBucket.of(self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k, rows)
 
     # ---- autograd's view: the tensors that a gradient can be asked for, flat and in the order of GRADS
     def differentiable(self) -> list[tuple[str, Tensor | None]]:

@@ -106,16 +106,32 @@ class Problem:
 
 @dataclass(frozen=True)
 class SizeBucket:
-    """Lengths as the planner sees them: each rounded up to a power of two, so that plans are few."""
+    """Lengths as the planner sees them: each rounded up to a power of two, so that plans are few.
+
+    Where kernels may count beyond 32 bits they are as they are, and ``rows`` is the length of the longer packed tensor,
+    q or k; elsewhere it is 0.
+    """
 
     batch: int = 1
     num_heads_q: int = 1
     seqlen_q: int = 1
     seqlen_k: int = 1
+    rows: int = 0
 
     @staticmethod
-    def of(batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int) -> SizeBucket:
-        return SizeBucket(*(_round_up(n) for n in (batch, num_heads_q, seqlen_q, seqlen_k)))
+    def of(batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int, rows: int = 0) -> SizeBucket:
+        rounded = SizeBucket(*(_round_up(n) for n in (batch, num_heads_q, seqlen_q, seqlen_k)))
+        if rounded.seqlen_k < _MANY_KEYS and rounded._tiles(rows) < _MANY_TILES:
+            return rounded
+        return SizeBucket(batch, num_heads_q, seqlen_q, seqlen_k, rows)
+
+    def _tiles(self, rows: int) -> int:
+        """At least half as many tiles of 64 rows as a launch can have."""
+        return max(1, self.num_heads_q) * (max(1, self.batch) * (1 + self.seqlen_q // 64) + rows // 64)
+
+
+# Far below all that kernels count; reached by tensors of many gigabytes only.
+_MANY_TILES, _MANY_KEYS = 1 << 23, 1 << 29
 
 
 def _round_up(n: int) -> int:

@@ -17,12 +17,17 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def cache_dir() -> Path:
-    """Folder for everything that can be made again: images, converted models."""
+    """Folder for everything that can be made again: images, converted models. ValueError where its name needs a home
+    folder that is not known."""
     own = os.environ.get("XATTN_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "xattn"
+    try:
+        if own:
+            return Path(own).expanduser()
+        return (Path(base) if base else Path.home() / ".cache") / "xattn"
+    except RuntimeError as error:
+        got = f"is {own!r}" if own else "is not set, and neither is HOME"
+        raise ValueError(f"XATTN_CACHE_DIR {got}; allowed: a folder; '~' is the home of a known user") from error
 
 
 def log_level() -> str | None:
@@ -36,6 +41,15 @@ def log_level() -> str | None:
 def archs() -> tuple[str, ...]:
     """Architectures to build ahead of time; empty where none were named."""
     return tuple(a.strip() for a in os.environ.get("XATTN_ARCHS", "").split(",") if a.strip())
+
+
+def check() -> None:
+    """Raises ValueError that names a variable whose value is wrong, whether or not anything asks for it. Which
+    architectures there are is known to those who build."""
+    log_level()
+    validate_on_device()
+    if os.environ.get("XATTN_CACHE_DIR"):
+        cache_dir()
 
 
 def validate_on_device() -> bool:

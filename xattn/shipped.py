@@ -64,6 +64,11 @@ def everything(arch: str, registry: Sequence[Backend] = REGISTRY) -> list[ImageS
     return list(dict.fromkeys(spec for b in registry for spec in b.images(arch)))
 
 
+def known(arch: str, registry: Sequence[Backend] = REGISTRY) -> bool:
+    """Whether any backend has images for ``arch``."""
+    return any(next(iter(b.images(arch)), None) is not None for b in registry)
+
+
 def default() -> ShippedSet:
     """The set of the checkout (ci/images.toml), or the built-in one where xattn is installed without its checkout."""
     path = Path(__file__).parents[1] / "ci" / "images.toml"

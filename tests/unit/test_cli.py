@@ -21,7 +21,7 @@ ROOT = str(Path(xattn.__file__).parent.parent)
 Q = ("--q", "2,1024,32,128", "--kv", "2,1024,8,128")
 
 
-def run(*args: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+def run(*args: str, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own."""
     path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
@@ -420,3 +420,50 @@ def test_broken_pipe():
     done = run("-m", "xattn", "info", stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# Words that print little (noticed at the end), much, by argparse, and what is wrong after all.
+PRINTING = (
+    ("info",),
+    ("info", "--matrix", "--json"),
+    ("info", "--images"),
+    ("explain", *Q),
+    ("--help",),
+    ("--version",),
+)
+CLOSED = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+@pytest.mark.parametrize("how", ["", "-u"])
+def test_an_output_that_is_full(words, how):
+    full = os.open("/dev/full", os.O_WRONLY)
+    done = run(*filter(None, [how]), "-m", "xattn", *words, stdout=full)
+    os.close(full)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("xattn") and "No space left on device" in done.stderr
+
+
+def test_a_file_that_fails_is_not_stdout(monkeypatch, capsys):
+    def broken(*args):
+        raise PermissionError(13, "Permission denied", "/a/file")
+
+    monkeypatch.setattr(images.Store, "files", broken)
+    assert cli.main(["info", "--images"]) == 2
+    assert capsys.readouterr() == ("", "xattn info: [Errno 13] Permission denied: '/a/file'\n")
+
+
+@pytest.mark.parametrize("words", [("info", "--json"), ("explain", *Q), ("--help",)], ids=" ".join)
+def test_an_output_that_is_closed(words):
+    done = run("-c", CLOSED, "-m", "xattn", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "xattn: stdout is closed; allowed: one that can be written to\n"
+
+
+@pytest.mark.parametrize("closed", ["os.close(2)", "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)"])
+def test_errors_that_nobody_hears(closed):
+    """The status tells alone; what belongs on stderr does not go to stdout."""
+    code = f"import os, sys; {closed}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    for words in (("explain", *Q, "--softcap", "-1"), ("explain", "--nosuch"), ("check", "--device", "x")):
+        done = run("-c", code, "-m", "xattn", *words)
+        assert (done.returncode, done.stdout) == (2, "")

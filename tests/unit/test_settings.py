@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import xattn
-from xattn import settings
+from xattn import cli, settings
 
 PACKAGE = Path(xattn.__file__).parent
 
@@ -32,6 +32,50 @@ def test_cache_dir(monkeypatch, tmp_path):
     monkeypatch.setenv("XATTN_CACHE_DIR", "")
     assert settings.cache_dir() == tmp_path / "xdg" / "xattn"
     assert not list(tmp_path.iterdir()), "asking created something"
+
+
+@pytest.mark.parametrize("value", ["~nouser/x", "~nouser", None])
+def test_a_cache_without_a_home(monkeypatch, value):
+    """The folder itself may be absent; the home that its name needs may not."""
+    if value is not None:
+        monkeypatch.setenv("XATTN_CACHE_DIR", value)
+    else:
+
+        def home() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", home)
+        settings.check()  # nothing is wrong with a variable
+    with pytest.raises(ValueError, match=r"^XATTN_CACHE_DIR is .*; allowed: a folder"):
+        settings.cache_dir()
+
+
+BAD = {"XATTN_CACHE_DIR": "~nouser/x", "XATTN_LOG_LEVEL": "LOUD", "XATTN_VALIDATE": "foo", "XATTN_ARCHS": "sm_90,sm_²"}
+COMMANDS = (
+    ("info",),
+    ("info", "--json"),
+    ("info", "--images"),
+    ("info", "--matrix"),
+    ("explain", "--q", "1,1,1,8"),
+    ("check", "--device", "cpu"),
+    ("build", "--out", "never-made"),
+    ("demo",),
+)
+
+
+def test_every_variable_can_be_wrong():
+    assert set(BAD) == set(settings.VARIABLES)
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_ends_at_once_where_a_variable_is_wrong(monkeypatch, capsys, command, name):
+    monkeypatch.setenv(name, BAD[name])
+    assert cli.main(command) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"xattn {command[0]}: {name} ") and "; allowed" in err
+    assert not Path("never-made").exists()
 
 
 @pytest.mark.parametrize("text, level", [("", None), ("debug", "DEBUG"), ("INFO", "INFO"), ("Critical", "CRITICAL")])

@@ -47,8 +47,9 @@ class Backend:
     parallel to ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None
     where it is not offered. ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
     ``notes`` stand in every plan. ``missing(device)`` says what a device of this machine lacks to be served, "" where
-    nothing. ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80", "compute_80",
-    "gfx942"), so that they can be built ahead of time.
+    nothing. ``too_large(problem, size)`` refuses what its kernels cannot count; it is asked about problems that a
+    capability answers. ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80",
+    "compute_80", "gfx942"), so that they can be built ahead of time.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Backend:
     config: Callable[[Problem, SizeBucket, Device], Config] = lambda problem, size, device: ()
     notes: tuple[str, ...] = ()
     missing: Callable[[Device], str] = lambda device: ""
+    too_large: Callable[[Problem, SizeBucket], tuple[Refusal, ...]] = lambda problem, size: ()
     images: Callable[[str], Iterable[ImageSpec]] = lambda arch: ()
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
@@ -72,4 +74,5 @@ class Backend:
         if device.index is not None and (lacking := self.missing(device)):
             return (Refusal("missing", "installation", lacking),)
         found = [check(problem, size, device, c) for c in self.capabilities()]
-        return min(found, key=lambda refusals: (any(r.code in ("vendor", "arch") for r in refusals), len(refusals)))
+        best = min(found, key=lambda refusals: (any(r.code in ("vendor", "arch") for r in refusals), len(refusals)))
+        return best or self.too_large(problem, size)

@@ -20,6 +20,7 @@ BODY = ForwardBody(
     warp_size=64,
     tiles=((128, 64, 64, 4, 1), (256, 64, 32, 4, 1)),
     section_bytes=4 << 20,
+    most_threads=(1 << 32) - 1,  # of a launch, by HIP's programming manual
 )
 
 
@@ -38,5 +39,6 @@ BACKEND = Backend(
     ),
     notes=("not run on AMD hardware: compiled, and checked in emulation",),
     missing=BODY.missing,
+    too_large=BODY.too_large,
     images=_images,
 )

@@ -28,7 +28,7 @@ BODY = ForwardBody(
 def _images(arch: str) -> Iterator[ImageSpec]:
     """For NVIDIA's architectures from 8.0 on, by their plain names."""
     vendor, _, number = arch.partition("_")
-    if vendor in ("sm", "compute") and number.isdigit() and int(number) >= 80:
+    if vendor in ("sm", "compute") and number.isascii() and number.isdigit() and int(number) >= 80:
         yield from BODY.images(arch)
 
 
@@ -41,5 +41,6 @@ BACKEND = Backend(
         BODY.tile(problem.head_dim, problem.head_dim_v), problem
     ),
     missing=BODY.missing,
+    too_large=BODY.too_large,
     images=_images,
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import forward_call, jit, launch
+from ..capability import Refusal
 from ..device import Device
 from ..device import of as device_of
 from ..forward_call import Fields
@@ -197,6 +198,11 @@ def _images(arch: str) -> Iterator[ImageSpec]:
                     yield ImageSpec(_ENTRY, _fields(("element", name), row.sizes(d, dv), chosen), arch)
 
 
+def _too_large(problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
+    tile_m = 64 * int(dict(_tile(problem.head_dim, problem.head_dim_v))["num_warpgroups"])
+    return forward_call.too_large(problem, size, tile_m, forward_call.MOST_TILES, -(-size.rows // tile_m))
+
+
 def _missing(device: Device) -> str:
     return launch.missing() or jit.missing(_ARCH)
 
@@ -214,5 +220,6 @@ BACKEND = Backend(
     prepare=_prepare,
     config=_config,
     missing=_missing,
+    too_large=_too_large,
     images=_images,
 )
