@@ -199,7 +199,7 @@ def _images(arch: str) -> Iterator[ImageSpec]:
 
 
 def _too_large(problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
-    tile_m = 64 * int(dict(_tile(problem.head_dim, problem.head_dim_v))["num_warpgroups"])
+    tile_m = 64 * tile(problem, size).num_warpgroups
     return forward_call.too_large(problem, size, tile_m, forward_call.MOST_TILES, -(-size.rows // tile_m))
 
 
