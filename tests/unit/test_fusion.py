@@ -8,6 +8,7 @@ import functools
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -939,3 +940,51 @@ def test_export_refuses(role):
 
     with pytest.raises(UnsupportedError, match=f"{role}: user functions do not travel in exported modules"):
         torch.export.export(Model(), tuple(qkv()), strict=False)
+
+
+# ---------------------------------------------------------------- tensors made of indices, and reads on the host
+TABLE = randn(5, 5, seed=7)
+FOLLOWED = {
+    "lists": (lambda s, b, h, i, j: s + TABLE[[i], [j]].sum(), lambda s, b, h, i, j: s + TABLE[i, j]),
+    "torch.tensor": (lambda s, b, h, i, j: s + TABLE[i, torch.tensor([j])[0]], lambda s, b, h, i, j: s + TABLE[i, j]),
+    "nested": (lambda s, b, h, i, j: s + torch.tensor([[i, 2 * j]]).sum(), lambda s, b, h, i, j: s + i + 2 * j),
+    "as_tensor": (lambda s, b, h, i, j: s + torch.as_tensor([i, j]).sum(), lambda s, b, h, i, j: s + i + j),
+    "new_tensor": (lambda s, b, h, i, j: s + s.new_tensor([j, 3])[0], lambda s, b, h, i, j: s + j),
+    "mixed": (lambda s, b, h, i, j: s + torch.tensor([j, 0.5]).sum(), lambda s, b, h, i, j: s + j + 0.5),
+    "new axis": (lambda s, b, h, i, j: s + TABLE[i, j, None][0], lambda s, b, h, i, j: s + TABLE[i, j]),
+    "leading axis": (lambda s, b, h, i, j: s + TABLE[None, i, ..., j].sum(), lambda s, b, h, i, j: s + TABLE[i, j]),
+    "number list": (lambda s, b, h, i, j: s + TABLE[j, [0, 1]].sum(), lambda s, b, h, i, j: s + TABLE[j, :2].sum()),
+    "constant": (lambda s, b, h, i, j: s + torch.tensor([0.5, 2.0])[0], lambda s, b, h, i, j: s + 0.5),
+}  # fmt: skip
+READ_ON_THE_HOST = {
+    "tolist": lambda s, b, h, i, j: s + j.tolist(),
+    "numpy": lambda s, b, h, i, j: s + float(j.numpy()),
+    "asarray": lambda s, b, h, i, j: s + np.asarray(j).item(),
+    "ufunc": lambda s, b, h, i, j: s + np.maximum(j, 1),
+    "numpy of a captured tensor": lambda s, b, h, i, j: s + TABLE.numpy()[i, j],
+    "item": lambda s, b, h, i, j: s + j.item(),
+    "nonzero": lambda s, b, h, i, j: s + torch.where(s > 0)[0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_tensors_made_of_indices_follow_them(name):
+    fn, plain = FOLLOWED[name]
+    q = randn(2, 5, 2, 8, seed=3)
+    out = xattn.attention(q, q, q, score_mod=fn)
+    torch.testing.assert_close(out, xattn.attention(q, q, q, score_mod=plain))
+
+
+def test_masks_and_epilogues_made_of_indices():
+    q = randn(2, 5, 2, 8, seed=3)
+    out = xattn.attention(q, q, q, mask_mod=lambda b, h, i, j: (torch.tensor([j]) <= torch.tensor([i]))[0])
+    torch.testing.assert_close(out, xattn.attention(q, q, q, causal=True))
+    added = xattn.attention(q, q, q, epilogue=xattn.Epilogue(lambda o, b, h, i, d: o + torch.tensor([d])[0]))
+    torch.testing.assert_close(added, xattn.attention(q, q, q) + torch.arange(8))
+
+
+@pytest.mark.parametrize("name", READ_ON_THE_HOST)
+def test_reads_on_the_host_are_refused_by_name(name):
+    q = randn(2, 5, 2, 8, seed=3)
+    with pytest.raises(UnsupportedError, match="score_mod: "):
+        xattn.attention(q, q, q, score_mod=READ_ON_THE_HOST[name])

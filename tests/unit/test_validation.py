@@ -610,12 +610,13 @@ def test_the_append_op_checks_offsets_before_it_writes(far):
 @pytest.mark.parametrize("shape", [(), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_a_scale_that_cannot_divide(kind, value, shape, name):
-    """Where nothing is written it may be any number."""
+    """Where nothing is written it may be any finite number."""
     given = made(kind) | {name: torch.full(shape, value)}
     with unchanged(given), pytest.raises(ValueError, match=f"^{name}: got .*; allowed: (more than 0|finite)"):
         call(kind, given)
-    call(kind, made(kind, append=False) | {name: torch.full(shape, value)})
-    call(kind, made(kind, append=False) | {name: value if value == value else 0})
+    finite = value if value == value else 0
+    call(kind, made(kind, append=False) | {name: torch.full(shape, finite)})
+    call(kind, made(kind, append=False) | {name: finite})
 
 
 @each_kind

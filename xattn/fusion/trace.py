@@ -179,7 +179,7 @@ def _trace(
         _refuse_chance(graph)
     except Exception as error:
         words = f"{role}: {_describe(fn)} cannot be traced: {error}"
-        if "tracing tensor" in str(error) or "control flow" in str(error):
+        if "tracing tensor" in str(error) or "control flow" in str(error) or isinstance(error, UnsupportedError):
             raise UnsupportedError(
                 f"{words}\nUse torch.where in place of Python conditions on scores or indices."
             ) from error
@@ -205,28 +205,67 @@ def _unwrapped(t: Tensor) -> Tensor:
     return torch.zeros([max(n, 1) for n in t.shape], dtype=t.dtype, device=t.device)
 
 
+# What reads a tensor on the host: the trace would keep the values of the examples.
+_HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+
+
 class _IndexByTensor(TorchFunctionMode):
-    """x[i] with a 0-d tensor i reads i on the host (it becomes a select); here it stays a gather."""
+    """x[i] with a 0-d tensor i reads i on the host (it becomes a select); here it stays a gather. Tensors made of
+    tensors (torch.tensor([i, j])) are stacked, and what else reads values on the host is refused."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is torch.Tensor.__getitem__:
             x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+            index = tuple(_stacked(n) if isinstance(n, (list, tuple)) else n for n in index)
             if any(isinstance(n, Tensor) and n.dtype != torch.bool for n in index):
                 return _gather(x, index)
-        return func(*args, **(kwargs or {}))
+        elif func in _HOST_READS:
+            raise UnsupportedError(
+                f"it reads a tensor on the host ({func.__name__}), whose values a trace does not know: "
+                "neither Python's numbers nor numpy can follow them"
+            )
+        elif func in _MAKERS:
+            data = args[func is Tensor.new_tensor] if len(args) > (func is Tensor.new_tensor) else kwargs.get("data")
+            if _holds_tensors(data):
+                made = _stacked(data)
+                return made.to(dtype=kwargs.get("dtype") or made.dtype, device=kwargs.get("device") or made.device)
+        return func(*args, **kwargs)
+
+
+def _holds_tensors(data: Any) -> bool:
+    return isinstance(data, (list, tuple)) and any(isinstance(n, Tensor) or _holds_tensors(n) for n in data)
+
+
+def _stacked(data: Any) -> Any:
+    """Nested lists that hold tensors as one tensor, as torch.tensor makes it; others as they are."""
+    if not _holds_tensors(data):
+        return data
+    parts = [n if isinstance(n, Tensor) else _stacked(n) for n in data]
+    device = next(n.device for n in parts if isinstance(n, Tensor))
+    tensors = [n if isinstance(n, Tensor) else torch.tensor(n, device=device) for n in parts]
+    dtype = tensors[0].dtype
+    for t in tensors[1:]:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return torch.stack([t.to(dtype) for t in tensors])
 
 
 def _gather(x: Tensor, index: tuple) -> Tensor:
     if Ellipsis in [n for n in index if not isinstance(n, Tensor)]:
         at = next(n for n, i in enumerate(index) if i is Ellipsis)
-        index = (*index[:at], *(slice(None),) * (x.dim() - len(index) + 1), *index[at + 1 :])
+        named = sum(n is not None for n in index) - 1
+        index = (*index[:at], *(slice(None),) * (x.dim() - named), *index[at + 1 :])
     picks: list[Tensor | None] = []
     for dim, n in enumerate(index):
-        if isinstance(n, slice):
+        if n is None:
+            x = x.unsqueeze(dim)
+            picks.append(None)
+        elif isinstance(n, slice):
             x = x[(slice(None),) * dim + (n,)] if n != slice(None) else x
             picks.append(None)
         else:
-            picks.append(n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.int64, device=x.device))
+            picks.append(n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.int64, device=x.device))
     return torch.ops.aten.index.Tensor(x, picks)
 
 
@@ -301,6 +340,10 @@ def _mapped(graph: torch.fx.GraphModule, has_value: bool, name: str) -> Callable
             raise ValueError(
                 f"{name} indexes a captured tensor where it has no element: {error}; shapes {shapes}"
             ) from error
+        except RuntimeError as error:
+            if not str(error).startswith("vmap:"):
+                raise
+            raise UnsupportedError(f"{name} cannot be mapped over elements: {error}") from error
 
     return eager
 
