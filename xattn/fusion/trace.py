@@ -49,7 +49,28 @@ def trace(
     paths = captured.tensors(fn)
     tensors = [captured.at(fn, path) for path in paths]
     mod, loose = _trace(role, fn, device, [*aux, *tensors], paths)
+    if loose and _follows_indices(loose, role, fn, device, [*aux, *tensors], paths):
+        raise UnsupportedError(
+            f"{role}: {_describe(fn)} cannot be traced: it makes a tensor of an index's value; use the index, or "
+            "torch.tensor([index])"
+        )
     return intern(mod), [*aux, *tensors, *loose]
+
+
+def _follows_indices(
+    loose: Sequence[Tensor],
+    role: str,
+    fn: Callable[..., Any],
+    device: torch.device,
+    aux: Sequence[Tensor],
+    paths: Sequence[captured.Path],
+) -> bool:
+    """Whether a function's own tensors are others where its indices are."""
+    try:
+        _, others = _trace(role, fn, device, aux, paths, index=1)
+    except (ValueError, UnsupportedError):  # an index that leaves a tensor
+        return False
+    return any(not torch.equal(a, b) for a, b in zip(loose, others, strict=True))
 
 
 def _trace_compiled(
@@ -150,12 +171,18 @@ def _as_tensor(number: float, device: torch.device) -> Tensor:
 
 
 def _trace(
-    role: str, fn: Callable[..., Any], device: torch.device, aux: Sequence[Tensor], paths: Sequence[captured.Path]
+    role: str,
+    fn: Callable[..., Any],
+    device: torch.device,
+    aux: Sequence[Tensor],
+    paths: Sequence[captured.Path],
+    index: int = 0,
 ) -> tuple[Mod, list[Tensor]]:
-    """The traced form; of ``aux``, the last stand for what fn holds at ``paths`` and those before are arguments."""
+    """The traced form; of ``aux``, the last stand for what fn holds at ``paths`` and those before are arguments.
+    ``index``: what the examples of coordinates hold."""
     has_value, coordinates = SIGNATURES[role]
     value = [torch.zeros((), device=device)] if has_value else []
-    example = [*value, *(torch.zeros((), dtype=torch.int64, device=device) for _ in coordinates), *aux]
+    example = [*value, *(torch.full((), index, device=device) for _ in coordinates), *aux]
     lead = len(example) - len(paths)
 
     def call(*args):
@@ -206,7 +233,7 @@ def _unwrapped(t: Tensor) -> Tensor:
 
 
 # What reads a tensor on the host: the trace would keep the values of the examples.
-_HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 
@@ -227,10 +254,15 @@ class _IndexByTensor(TorchFunctionMode):
                 "neither Python's numbers nor numpy can follow them"
             )
         elif func in _MAKERS:
-            data = args[func is Tensor.new_tensor] if len(args) > (func is Tensor.new_tensor) else kwargs.get("data")
+            first = int(func is Tensor.new_tensor)
+            data = args[first] if len(args) > first else kwargs.get("data", kwargs.get("obj"))
             if _holds_tensors(data):
+                options = {n: x for n, x in kwargs.items() if n not in ("data", "obj")}
+                options |= dict(zip(("dtype", "device"), args[first + 1 :], strict=False))
+                if others := [n for n, x in options.items() if x and n not in ("dtype", "device")]:
+                    raise UnsupportedError(f"it makes a tensor of tensors with {', '.join(others)}")
                 made = _stacked(data)
-                return made.to(dtype=kwargs.get("dtype") or made.dtype, device=kwargs.get("device") or made.device)
+                return made.to(dtype=options.get("dtype") or made.dtype, device=options.get("device") or made.device)
         return func(*args, **kwargs)
 
 
