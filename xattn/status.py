@@ -31,6 +31,8 @@ _lock = ForkSafeLock()
 def word(device: torch.device) -> Tensor:
     """The status of a GPU: int32[len(MESSAGES)], 0 or 1 each, which kernels may set and only ``check_errors``
     clears."""
+    if device.type == "meta":  # nothing is ever reported there
+        return torch.empty(len(MESSAGES), dtype=torch.int32, device=device)
     with _lock:
         if device not in _words:
             _words[device] = torch.zeros(len(MESSAGES), dtype=torch.int32, device=device)

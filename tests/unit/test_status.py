@@ -136,3 +136,9 @@ def test_report_elsewhere_reads_nothing():
 def test_check_errors_refuses_what_is_no_device(name, error):
     with pytest.raises(error, match="^device: got .*; allowed: .*cpu"):
         xattn.check_errors(name)
+
+
+def test_tensors_without_values_leave_nothing_to_check():
+    word = status.word(torch.device("meta"))
+    assert word.device.type == "meta" and torch.device("meta") not in status._words
+    status.check_errors()

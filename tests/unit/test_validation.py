@@ -614,7 +614,7 @@ def test_a_scale_that_cannot_divide(kind, value, shape, name):
     given = made(kind) | {name: torch.full(shape, value)}
     with unchanged(given), pytest.raises(ValueError, match=f"^{name}: got .*; allowed: (more than 0|finite)"):
         call(kind, given)
-    finite = value if value == value else 0
+    finite = value if value == value else 0.0
     call(kind, made(kind, append=False) | {name: torch.full(shape, finite)})
     call(kind, made(kind, append=False) | {name: finite})
 

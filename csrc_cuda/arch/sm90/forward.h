@@ -165,8 +165,8 @@ struct Sm90Forward {
                 if (!v_first && pending >= 0) load_v(before, pending);
                 for (s32 n = range.n_last - 1; n >= range.n_first; --n) load_k(keys, n), load_v(keys, n + 1);
                 before = keys, pending = range.n_first;
-                // Only now another tile may be taken: the later, the better tiles are spread at the end. Tiles of packed
-                // sequences are short, and finding one must not be waited for.
+                // Only now another tile may be taken: the later, the better tiles are spread at the end. Tiles of
+                // packed sequences are short, and finding one must not be waited for.
                 if (params.p.cu_seqlens_q) {
                     buffers.work_empty(slot).arrive();
                 } else {
