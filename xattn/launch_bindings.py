@@ -10,9 +10,35 @@ import torch
 from torch import Tensor
 
 from .concurrency import ForkSafeLock
-from .kernel_call import Call, WorkQueues, filled, load_error
+from .kernel_call import Call, filled, load_error
 
 _lock = ForkSafeLock()
+
+WORK_QUEUES = 4096  # that a kernel has; kQueues of csrc_cuda/arch/sm90/tiles.h, kWorkQueues of csrc_cuda/launcher
+_STREAM_QUEUES = 512
+
+
+class WorkQueues:
+    """Numbers of work queues: one for each stream, and one for each launch that a graph captures, as nobody knows
+    beside what it is replayed."""
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._streams: dict[tuple[int, int], int] = {}
+        self._captured = _STREAM_QUEUES
+
+    def number(self, device: int, stream: int | None) -> int:
+        """Of a launch; ``stream``: its id, None while it captures. -1: none is left."""
+        with self._lock:
+            if stream is None:
+                if self._captured == WORK_QUEUES:
+                    return -1
+                self._captured += 1
+                return self._captured - 1
+            known = self._streams.get((device, stream))
+            if known is None and len(self._streams) < _STREAM_QUEUES:
+                known = self._streams[device, stream] = len(self._streams)
+            return -1 if known is None else known
 
 
 class Cuda:

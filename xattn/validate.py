@@ -131,9 +131,7 @@ def writable(name: str, t: Tensor) -> None:
 
 
 def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
-    """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d. Tensors on the CPU are read."""
-    if isinstance(value, Tensor) and not torch.compiler.is_compiling():
-        finite(name, value)
+    """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d."""
     if value is None or isinstance(value, Tensor):
         return value
     top = torch.finfo(torch.float32).max
@@ -397,7 +395,7 @@ def _is_part(v_cache: Tensor, k_cache: Tensor) -> bool:
     """Whether each vector of v_cache lies within the one of k_cache at the same page, slot and head."""
     try:
         one_storage = v_cache.untyped_storage()._cdata == k_cache.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a tensor under vmap shows none
+    except RuntimeError:  # a tensor under vmap shows none
         return False
     if not one_storage or v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
         return False

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import xattn
-from xattn import kernel_call, launch_library
+from xattn import kernel_call, launch_bindings, launch_library
 from xattn.images import ImageSpec, source_roots
 
 HERE = Path(__file__).parent / "launcher"
@@ -119,7 +119,7 @@ def test_launch_attributes_and_tensor_maps(found):
 def test_launches_that_may_overlap_have_different_work_queues(found):
     first, second, again, captured, another, second_again = found["queues"]
     assert again == first and second_again == second and len({first, second, captured, another}) == 4
-    assert all(0 <= n < kernel_call.WORK_QUEUES for n in found["queues"])
+    assert all(0 <= n < launch_bindings.WORK_QUEUES for n in found["queues"])
     assert found["no_queue"] == [-1, -1, first]
 
 
@@ -128,15 +128,15 @@ def test_all_agree_how_many_work_queues_a_kernel_has():
     for name, file in (("kQueues", "arch/sm90/tiles.h"), ("kWorkQueues", "launcher/calls.h")):
         text = (source_roots()[0] / file).read_text()
         found[name] = int(re.search(rf"{name} = (\d+);", text)[1])
-    assert set(found.values()) == {kernel_call.WORK_QUEUES}
+    assert set(found.values()) == {launch_bindings.WORK_QUEUES}
 
 
 def test_work_queues_of_launchers_in_python():
-    queues = kernel_call.WorkQueues()
+    queues = launch_bindings.WorkQueues()
     first, second = queues.number(0, 5), queues.number(1, 5)
-    captured = [queues.number(0, None) for _ in range(kernel_call.WORK_QUEUES)]
+    captured = [queues.number(0, None) for _ in range(launch_bindings.WORK_QUEUES)]
     assert queues.number(0, 5) == first and len({first, second, *captured[:99]}) == 101 and captured[-1] == -1
-    assert [queues.number(0, n) for n in range(kernel_call.WORK_QUEUES)][-1] == -1 and queues.number(1, 5) == second
+    assert [queues.number(0, n) for n in range(launch_bindings.WORK_QUEUES)][-1] == -1 and queues.number(1, 5) == second
 
 
 def test_threads(found):

@@ -98,18 +98,22 @@ def tile(problem: Problem, size: SizeBucket) -> Tile:
     plain = not (problem.softcap or problem.alibi_slopes or problem.attn_mask)
     whole = plain and not problem.window and problem.kind == "attention"  # what the rows were measured on
     length = min(size.seqlen_q, size.seqlen_k)
-    for row in rows(problem.head_dim, problem.head_dim_v):
+
+    def serves(row: Tile) -> bool:
         least = row.least[problem.causal]
-        if not row.plain or (whole and least is not None and length >= least):
-            break
-    return row
+        return not row.plain or (whole and least is not None and length >= least)
+
+    return next(row for row in rows(problem.head_dim, problem.head_dim_v) if serves(row))
+
+
+def _is_plain(switches: Fields) -> bool:
+    return all(value in (False, "none") for _, value in switches)
 
 
 def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields:
     """An image's configuration. Where a score is more than a product its lanes need registers: Q stays in shared memory
     then, unless it is small."""
-    plain = all(value in (False, "none") for _, value in switches)
-    if not plain and dict(sizes)["head_dim"] != 64:
+    if not _is_plain(switches) and dict(sizes)["head_dim"] != 64:
         sizes = tuple((name, False if name == "keep_q" else value) for name, value in sizes)
     return (element, *sizes, *switches)
 
@@ -117,7 +121,7 @@ def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields
 def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     x, options = inputs, dict(config)
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
-    tile_n, groups = _number(options["tile_n"]), _number(options["num_warpgroups"])
+    tile_n, groups = (_number(options[n]) for n in ("tile_n", "num_warpgroups"))
     tile_m = 64 * groups
     forward = forward_call.describe(x, tile_m, _section(x), _direct)
     fields = _fields(forward_call.element(x), sizes, forward_call.switches(x, forward.mask))
@@ -194,7 +198,8 @@ def _images(arch: str) -> Iterator[ImageSpec]:
     for d, dv in product(_DIMS, _DIMS):
         for row in rows(d, dv):
             for name, chosen in forward_call.variants():
-                if not row.plain or not any(value for n, value in chosen if n != "any_scale" and value != "none"):
+                # The scale's sign is not part of a problem: every row must serve both.
+                if not row.plain or _is_plain(tuple(c for c in chosen if c[0] != "any_scale")):
                     yield ImageSpec(_ENTRY, _fields(("element", name), row.sizes(d, dv), chosen), arch)
 
 

@@ -71,7 +71,7 @@ def measure(
     case: Case, place: torch.device, backends: list[str] | None, settings: dict[str, Any], rounds: int
 ) -> list[dict[str, Any]]:
     """One result for each backend: what it is, and "us" and "TFLOP/s", or "fault"."""
-    results: list[dict[str, Any]] = []
+    results: dict[str, dict[str, Any]] = {}
     subjects: dict[str, Subject] = {}
     inputs = case.inputs(place)
     problem, size, device = inputs.problem(), inputs.size_bucket(), device_of(place)
@@ -79,25 +79,22 @@ def measure(
         first = dispatch.plan(problem, size, device).backend
         backends = list(dict.fromkeys(n for n in (first, "sdpa") if n))
     for name in backends:
-        result: dict[str, Any] = {"call": case.label(), "backend": name}
-        results.append(result)
+        result = results[name] = {"call": case.label(), "backend": name}
         plan = dispatch.plan(problem, size, device, backend=name)
         if not plan.backend:
             result["fault"] = "; ".join(str(r) for _, refusals in plan.rejected for r in refusals)
             continue
         try:
             config = _with(plan.config, settings)
-            subjects[name] = subject(name, inputs, config)
-            subjects[name]()
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            result["fault"] = str(error).splitlines()[0]
-            subjects.pop(name, None)
+            call = subject(name, inputs, config)
+            call()  # what cannot be compiled, loaded or launched is told beside the others' times
+        except (RuntimeError, ValueError) as error:
+            result["fault"] = str(error).partition("\n")[0]
             continue
-        result["configuration"] = dict(config)
+        subjects[name], result["configuration"] = call, dict(config)
     for name, us in timing.medians(subjects, place, rounds).items():
-        result = next(r for r in results if r["backend"] == name)
-        result |= {"us": round(us, 2), "TFLOP/s": round(case.flops() / us * 1e-6, 3)}
-    return results
+        results[name] |= {"us": round(us, 2), "TFLOP/s": round(case.flops() / us * 1e-6, 3)}
+    return list(results.values())
 
 
 def _with(config: tuple[tuple[str, Any], ...], settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
