@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from . import device, jit, settings, shipped, show
+from . import device, jit, options, settings, shipped, show
 from .errors import UnsupportedError
 from .images import Image, ImageSpec, Store, encode, publish
 
@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder to fill, as DIR/ARCH/KEY.image; it may exist"
     )
-    parser.add_argument("--jobs", type=_jobs, metavar="N", help="processes that compile at once (default: one a core)")
+    parser.add_argument(
+        "--jobs", type=options.positive, metavar="N", help="processes that compile at once (default: one a core)"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--set",
@@ -86,12 +88,6 @@ def _archs(text: str) -> tuple[str, ...]:
     if not names:
         raise argparse.ArgumentTypeError(f"{text!r}: names of architectures, separated by commas")
     return names
-
-
-def _jobs(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1")
-    return int(text)
 
 
 def _specs(arch: str, chosen: shipped.ShippedSet | None) -> list[ImageSpec]:

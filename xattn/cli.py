@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from . import settings, show
+from . import options, settings, show
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 
@@ -132,15 +133,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--kind", default="attention", choices=("attention", "varlen", "paged"))
     explain.add_argument(
-        "--q", type=_shape, required=True, metavar="B,S,H,D", help="shape of q: batch, seqlen, heads, head_dim"
+        "--q", type=options.shape, required=True, metavar="B,S,H,D", help="shape of q: batch, seqlen, heads, head_dim"
     )
-    explain.add_argument("--kv", type=_shape, metavar="B,S,H,D", help="shape of k and v (default: that of q)")
-    explain.add_argument("--head-dim-v", type=_positive, metavar="D", help="head dimension of v (default: that of k)")
+    explain.add_argument("--kv", type=options.shape, metavar="B,S,H,D", help="shape of k and v (default: that of q)")
+    explain.add_argument(
+        "--head-dim-v", type=options.positive, metavar="D", help="head dimension of v (default: that of k)"
+    )
     explain.add_argument("--dtype", default="bf16", choices=sorted(_DTYPES), help="dtype of q, k, v (default: bf16)")
     explain.add_argument("--dtype-kv", choices=sorted(_DTYPES), help="dtype of k and v where it differs")
     explain.add_argument("--causal", action="store_true")
     explain.add_argument(
-        "--window", type=_window, metavar="LEFT,RIGHT", help="distances; a side left empty is unbounded: 1023,"
+        "--window", type=options.window, metavar="LEFT,RIGHT", help="distances; a side left empty is unbounded: 1023,"
     )
     explain.add_argument("--softcap", type=float, default=0.0)
     explain.add_argument("--alibi", action="store_true", help="with ALiBi slopes")
@@ -157,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--grad", action="store_true", help="with gradients of q, k, v")
     explain.add_argument("--deterministic", action="store_true", help="with a bitwise reproducible backward")
     explain.add_argument("--lse", action="store_true", help="with lse returned")
-    explain.add_argument("--page-size", type=_positive, default=64, metavar="N", help="for --kind paged (default: 64)")
+    explain.add_argument(
+        "--page-size", type=options.positive, default=64, metavar="N", help="for --kind paged (default: 64)"
+    )
     explain.add_argument("--device", metavar="ARCH", help="sm_90, gfx942, cpu, ...: default is the best device here")
     explain.add_argument("--backend", help="ask this backend only")
     explain.add_argument("--json", action="store_true", help="print JSON")
@@ -284,46 +289,55 @@ def _explain(args: argparse.Namespace) -> int:
     from . import api, fusion
 
     dtype, dtype_kv = (getattr(torch, _DTYPES[name]) for name in (args.dtype, args.dtype_kv or args.dtype))
-    batch, seqlen_q, heads, head_dim = args.q
+    batch, seqlen_q, heads, _ = args.q
     shape = args.kv or args.q
     if shape[0] != batch:
         raise ValueError(f"--kv: got batch {shape[0]}; allowed: that of --q, {batch}")
     if args.grad and args.kind == "paged":
         raise ValueError("--grad: attention over a paged cache has no gradient")
     head_dim_v = shape[3] if args.head_dim_v is None else args.head_dim_v
+    k_option = "--kv" if args.kv else "--q"
+    v_option = "--head-dim-v" if args.head_dim_v else k_option
 
-    def empty(*dims: int, of: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    def empty(option: str, *dims: int, of: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+        if math.prod(max(1, n) for n in dims) * of.itemsize > options.MOST:
+            raise ValueError(f"{option}: got a tensor of {dims}; allowed: less than 2^63 bytes")
         return torch.empty(*dims, dtype=of, device="meta", requires_grad=grad)
 
     ints = torch.int32
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
         "causal": args.causal,
         "window": args.window,
         "softcap": args.softcap,
         "dropout_p": args.dropout,
     }
-    options |= {"return_lse": args.lse, "deterministic": args.deterministic or None, "backend": args.backend}
-    options["alibi_slopes"] = empty(heads) if args.alibi else None
-    options["sinks"] = empty(heads) if args.sinks else None
-    options["score_mod"] = (lambda s, b, h, i, j: s) if args.score_mod else None
-    options["mask_mod"] = (lambda b, h, i, j: i >= j) if args.mask_mod else None
-    options["epilogue"] = fusion.Epilogue(lambda o, b, h, i, d: o) if args.epilogue else None
+    given |= {"return_lse": args.lse, "deterministic": args.deterministic or None, "backend": args.backend}
+    given["alibi_slopes"] = empty("--q", heads) if args.alibi else None
+    given["sinks"] = empty("--q", heads) if args.sinks else None
+    given["score_mod"] = (lambda s, b, h, i, j: s) if args.score_mod else None
+    given["mask_mod"] = (lambda b, h, i, j: i >= j) if args.mask_mod else None
+    given["epilogue"] = fusion.Epilogue(lambda o, b, h, i, d: o) if args.epilogue else None
     if args.mask:
         dims = (batch * seqlen_q, seqlen_q) if args.kind == "paged" else (1, 1, seqlen_q, shape[1])
-        options["attn_mask"] = empty(*dims, of=torch.bool if args.mask == "bool" else dtype)
+        given["attn_mask"] = empty("--mask", *dims, of=torch.bool if args.mask == "bool" else dtype)
     if args.kind == "paged":
         pages = -(-shape[1] // args.page_size)
-        k, v = (empty(shape[0] * pages, args.page_size, shape[2], d, of=dtype_kv) for d in (shape[3], head_dim_v))
-        q = empty(batch, seqlen_q, heads, head_dim, of=dtype)
-        call: tuple[Any, ...] = (q, k, v, empty(batch, pages, of=ints), empty(batch, of=ints))
+        if args.page_size > shape[1]:  # rounding up has made them large, if anything
+            k_option = v_option = "--page-size"
+        page = (batch * pages, args.page_size, shape[2])
+        q = empty("--q", *args.q, of=dtype)
+        k, v = empty(k_option, *page, shape[3], of=dtype_kv), empty(v_option, *page, head_dim_v, of=dtype_kv)
+        call: tuple[Any, ...] = (q, k, v, empty(k_option, batch, pages, of=ints), empty("--q", batch, of=ints))
     else:
-        q = empty(batch, seqlen_q, heads, head_dim, of=dtype, grad=args.grad)
-        k, v = (empty(*shape[:3], d, of=dtype_kv, grad=args.grad) for d in (shape[3], head_dim_v))
+        q = empty("--q", *args.q, of=dtype, grad=args.grad)
+        k = empty(k_option, *shape, of=dtype_kv, grad=args.grad)
+        v = empty(v_option, *shape[:3], head_dim_v, of=dtype_kv, grad=args.grad)
         call = (q, k, v)
         if args.kind == "varlen":
             packed = tuple(t.flatten(0, 1) for t in call)
-            call = (*packed, empty(batch + 1, of=ints), empty(batch + 1, of=ints), seqlen_q, shape[1])
-    plan = api.explain(*call, kind=args.kind, device=args.device, **options)
+            offsets = empty("--q", batch + 1, of=ints)
+            call = (*packed, offsets, offsets, seqlen_q, shape[1])
+    plan = api.explain(*call, kind=args.kind, device=args.device, **given)
     print(json.dumps(plan.as_dict(), indent=1) if args.json else plan)
     return 0 if plan.backend else 1
 
@@ -363,29 +377,3 @@ def _check_row(r: Any) -> list[str]:
     backend = f"{r.backend} (native)" if r.native else r.backend
     numbers = [f"{n:.2e}" if n is not None else "" for n in (r.error, r.allowed)]
     return [r.label, backend, config, *numbers, "ok" if r.ok else "FAILED"]
-
-
-# ---------------------------------------------------------------- arguments
-def _shape(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if len(parts) != 4 or not all(p.strip().isdigit() for p in parts):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: four whole numbers separated by commas: batch,seqlen,heads,head_dim"
-        )
-    return tuple(map(int, parts))
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1")
-    return int(text)
-
-
-def _window(text: str) -> tuple[int | None, int | None]:
-    parts = [p.strip() for p in text.split(",")]
-    if len(parts) != 2 or not all(p.isdigit() or not p for p in parts):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: two distances from 0 separated by a comma; a side without bound is left empty (None in Python)"
-        )
-    left, right = (int(p) if p else None for p in parts)
-    return left, right

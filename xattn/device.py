@@ -113,11 +113,11 @@ def base_arch(text: str) -> str:
     """The base name of an architecture however it is written: "sm_90" for "sm90", "sm_90a", "compute_90" and "9.0",
     "gfx942" for "gfx942:sramecc+:xnack-". ValueError for anything else."""
     name = text.strip().lower()
-    if found := re.fullmatch(r"(?:sm|compute)_?(\d{2,3})[af]?", name):
+    if found := re.fullmatch(r"(?:sm|compute)_?(\d{2,3})[af]?", name, re.ASCII):
         return f"sm_{found[1]}"
-    if found := re.fullmatch(r"(\d{1,2})\.(\d)[af]?", name):
+    if found := re.fullmatch(r"(\d{1,2})\.(\d)[af]?", name, re.ASCII):
         return f"sm_{found[1]}{found[2]}"
-    if found := re.fullmatch(r"(gfx\d{1,2}[0-9a-f]{2})(?::\w+[+-])*", name):
+    if found := re.fullmatch(r"(gfx\d{1,2}[0-9a-f]{2})(?::\w+[+-])*", name, re.ASCII):
         return found[1]
     known = ", ".join([*device_nvidia.ARCHS, *device_amd.ARCHS])
     forms = "sm_NN (also sm_90a, compute_90, 9.0) or gfxNNN (also gfx942:xnack-)"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import api, device, jit, launch, masks, settings
+from . import api, device, jit, launch, masks, options, settings
 from .errors import FallbackWarning
 from .images import Store
 
@@ -94,7 +94,7 @@ def device_of(name: str | None) -> torch.device:
         return torch.device("cuda", 0) if count else torch.device("cpu")
     if name == "cpu":
         return torch.device("cpu")
-    if not name.isdigit() or int(name) >= count:
+    if not options.is_whole(name) or int(name) >= count:
         here = f"0 to {count - 1}, cpu" if count else "cpu; this torch sees no GPU"
         raise ValueError(f"--device: got {name!r}; allowed: {here}")
     return torch.device("cuda", int(name))

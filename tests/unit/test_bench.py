@@ -53,11 +53,21 @@ def test_what_does_not_answer_is_told_and_fails_the_command_when_alone(capsys):
         (["--out", "x"], "--out"),
         (["--heads", "4", "--heads-kv", "3"], "--heads-kv: got 3; allowed: divisors of 4"),
         (["--tune"], "--tune: got"),
+        (["--batch", "2147483647", "--seqlen", "2147483647"], "--head-dim: got a tensor of (2147483647, 2147483647, 2"),
+        (["--seqlen", "8", "--heads", "2147483647", "--head-dim", "2147483647"], "--head-dim: got a tensor of (32, 8,"),
     ],
 )
 def test_wrong_usage(capsys, words, told):
     status, _, err = run(capsys, *CPU, *words)
     assert status == 2 and told in err
+
+
+def test_what_the_memory_does_not_hold(capsys):
+    """Is told, and the others are timed."""
+    words = ["--seqlen", "8", "--batch", "1", str(2**31 - 1), "--heads", "512", "--mask", "full", "--json"]
+    status, out, _ = run(capsys, *CPU, *words, "--backend", "sdpa")
+    assert status == 0 and ["fault" in r for r in json.loads(out)] == [False, True]
+    assert "allocate" in json.loads(out)[1]["fault"]
 
 
 @pytest.mark.parametrize("option", ["--batch", "--seqlen", "--heads", "--rounds"])

@@ -363,6 +363,59 @@ def test_wrong_values(capsys, option):
     assert captured.err.count("\n") == 1
 
 
+MOST = 2**63 - 1
+HUGE = {  # option: what is blamed
+    ("--q", "999999999999999,999999,99,99"): "--q: got a tensor of (999999999999999, 999999, 99, 99); allowed: less",
+    ("--q", f"{MOST},0,1,8"): "--q: got a tensor",
+    ("--q", f"{MOST},1,1,1", "--kind", "varlen"): "--q: got a tensor",
+    ("--q", "1,1,1,8", "--kv", f"1,{MOST},1,8"): "--kv: got a tensor",
+    ("--q", "1,1,1,8", "--head-dim-v", f"{MOST}"): "--head-dim-v: got a tensor",
+    ("--q", f"1,{2**40},1,8", "--mask", "added"): "--mask: got a tensor",
+    ("--q", f"1,{2**40},1,8", "--mask", "bool", "--kind", "paged"): "--mask: got a tensor",
+    ("--q", f"{2**59},1,1,8"): "--q: got a tensor",
+    ("--q", "1,1,1,8", "--kind", "paged", "--page-size", f"{MOST}"): "--page-size: got a tensor",
+    ("--q", f"1,{2**59},1,8", "--kind", "paged"): "--q: got a tensor",
+}
+
+
+@pytest.mark.parametrize("option", HUGE, ids=" ".join)
+def test_huge_sizes(capsys, option):
+    """The option that asks for more than a tensor can hold is named, in one line."""
+    assert cli.main(["explain", "--device", "sm_90", *option]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"xattn explain: {HUGE[option]}"), captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["attention", "varlen", "paged"])
+@pytest.mark.parametrize("shape", [f"{2**33},5,2,8", f"1,{2**40},1,8", f"0,{2**40},1,8", "0,0,1,8"])
+def test_large_sizes_are_answered(capsys, kind, shape):
+    assert explained(capsys, "--q", shape, "--kind", kind, "--device", "sm_90")["backend"]
+
+
+def test_only_digits_are_numbers(capsys):
+    """Other characters that Python takes for digits, and numbers that no tensor has, are refused like words."""
+    for text in ("²", "٣", "1_0", "+1", "99999999999999999999", "9" * 5000, ""):
+        for option in ("--q", "--kv", "--page-size", "--head-dim-v", "--window"):
+            given = {"--q": f"{text},1,1,1", "--kv": f"{text},1,1,1", "--window": f"{text or 'x'},"}.get(option, text)
+            err = usage_error(capsys, "explain", *Q, f"{option}={given}")
+            assert f"error: argument {option}: {given!r}: " in err and "Traceback" not in err
+            assert len(text) < 20 or f"at most {MOST}" in err
+        assert f"argument --jobs: {text!r}: " in usage_error(capsys, "build", "--out", "x", f"--jobs={text}")
+        for option in ("--max-new-tokens", "--page-size"):
+            assert f"argument {option}: {text!r}: " in usage_error(capsys, "demo", f"{option}={text}")
+        assert cli.main(["check", f"--device={text}"]) == 2
+        assert capsys.readouterr().err.startswith(f"xattn check: --device: got {text!r}; allowed: ")
+
+
+@pytest.mark.parametrize("name", ["sm_٩٠", "sm_²", "٩.٠", "gfx٩٤٢"])
+def test_architectures_are_written_in_plain_digits(capsys, name):
+    assert cli.main(["explain", *Q, "--device", name]) == 2
+    assert capsys.readouterr().err.startswith(f"xattn explain: device: got {name!r}; allowed: ")
+    assert cli.main(["build", "--arch", name, "--out", "/dev/null/x"]) == 2
+    assert capsys.readouterr().err.startswith(f"xattn build: --arch: got {name!r}, ")
+
+
 WRONG_USAGE = {
     ("--q", "1,2,3"): "argument --q: '1,2,3': four whole numbers separated by commas: batch,seqlen,heads,head_dim",
     ("--q", "1,2,3,x"): "argument --q: '1,2,3,x'",

@@ -523,7 +523,7 @@ def test_11_the_current_stream_is_used(backend):
     assert torch.equal(got, wanted)
 
 
-# ---------------------------------------------------------------- 12: values on the device (arguments: test_errors.py)
+# ---------------------------------------------------------------- 12: values on the device (on the CPU: test_errors.py)
 @per_target
 @pytest.mark.parametrize(
     "kind, change",

@@ -105,6 +105,13 @@ def test_a_backend_of_ones_own(folder, capsys):
     assert demo("--model", folder, "--backend", "nobody") == 2
 
 
+@pytest.mark.parametrize("option", ["--page-size", "--max-new-tokens"])
+@pytest.mark.parametrize("value", [2**45, 2**63 - 1])
+def test_a_cache_that_the_memory_does_not_hold(folder, capsys, option, value):
+    assert demo("--model", folder, option, value) == 2
+    assert capsys.readouterr().err.startswith("xattn demo: --page-size, --max-new-tokens: ")
+
+
 def test_low_precision_is_compared_choice_by_choice(folder, capsys):
     assert demo("--model", folder, "--max-new-tokens", 12, "--dtype", "bf16", "--json") == 0
     verdict = json.loads(capsys.readouterr().out)["check"]

@@ -29,6 +29,7 @@ ROWS = (
         "rng",
         "launch_params",
         "nvrtc12",
+        "options",
         "show",
         "step_mirror",
     },

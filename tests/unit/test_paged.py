@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import arguments
 import cases
 import oracle
 import pytest
@@ -356,3 +357,13 @@ def test_what_is_gathered_ends_at_the_bound(packed, bound, extent):
     found = list(segments(x, 1 << 20))
     assert [s.extent_k for s in found] == [extent]
     assert found[0].gather_k(x.k).shape == (2, extent, 3, 16)
+
+
+def test_a_cache_of_float64_keeps_its_precision_under_a_scale():
+    given = arguments.made("paged")
+    wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in given.items()}
+    del wide["rotary"]
+    arguments.call("paged", wide | {"k_scale": 3.0, "v_scale": torch.full((2, 2), 7.0)})
+    at = (given["page_table"][0, 1].long(), 1)  # the sixth token
+    assert torch.equal(wide["k_cache"][at], wide["k_new"][0, 0] / 3)
+    assert torch.equal(wide["v_cache"][at], wide["v_new"][0, 0] / 7)

@@ -58,6 +58,7 @@ COMMANDS = (
     ("info", "--matrix"),
     ("explain", "--q", "1,1,1,8"),
     ("check", "--device", "cpu"),
+    ("bench", "--device", "cpu"),
     ("build", "--out", "never-made"),
     ("demo",),
 )

@@ -1,14 +1,16 @@
-"""The support matrix: the README holds what the planner says, and no machine changes it."""
+"""The support matrix: the README holds what the planner says, and no machine changes it; and it names what is there."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from xattn import support
+import xattn
+from xattn import cli, support
 from xattn.backends import REGISTRY, base
 from xattn.device import Device, from_arch
 
@@ -84,3 +86,17 @@ def test_window_is_answered_by_flex_on_gpus_without_natives():
     rows = dict(_first_cells(from_arch("gfx1300")))
     wanted = {"bf16": "sdpa", "window": "flex", "softcap": "flex", "sinks": "reference", "lse": "reference"}
     assert {label: rows[label].backend for label in wanted} == wanted
+
+
+def test_readme_names_what_is_there():
+    """Every function, class and command; what comes later is said to, and is not there."""
+    text = README.read_text()
+    _, later = re.findall(r"Later: .*?\.", text, re.DOTALL)[0].split(":")
+    absent = re.findall(r"`(\w+)`", later)
+    assert {"context_parallel", "convert_pages", "KVLayout"} <= set(absent)
+    assert not [n for n in absent if hasattr(xattn, n) or importlib.util.find_spec(f"xattn.compat.{n}")]
+    named = set(re.findall(r"\bxattn\.(\w+)", text))
+    assert len(named) > 5 and all(hasattr(xattn, n) for n in named), named
+    parser = next(a for a in cli._parser()._actions if hasattr(a, "choices") and a.choices)
+    commands = set(re.findall(r"python -m xattn (\w+)", text))
+    assert commands == set(parser.choices), commands

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import dispatch, selftest, show
+from .. import dispatch, options, selftest, show
 from ..backends import REGISTRY
 from ..device import of as device_of
 from . import timing, tune
 from .cases import DTYPES, Case, Subject, quiet, subject
+
+_SIZES = "--batch, --seqlen, --heads, --head-dim"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +76,11 @@ def measure(
     """One result for each backend: what it is, and "us" and "TFLOP/s", or "fault"."""
     results: dict[str, dict[str, Any]] = {}
     subjects: dict[str, Subject] = {}
-    inputs = case.inputs(place)
+    try:
+        inputs = case.inputs(place)
+    except RuntimeError as error:  # the memory does not hold them
+        fault = str(error).splitlines()[0]
+        return [{"call": case.label(), "backend": name, "fault": fault} for name in backends or ("none",)]
     problem, size, device = inputs.problem(), inputs.size_bucket(), device_of(place)
     if backends is None:
         first = dispatch.plan(problem, size, device).backend
@@ -127,6 +134,9 @@ def _cases(args: argparse.Namespace, place: torch.device) -> list[Case]:
                 if heads % heads_kv:
                     raise ValueError(f"--heads-kv: got {heads_kv}; allowed: divisors of {heads}, the heads of q")
                 for batch in args.batch or [max(1, (16384 if gpu else 256) // n)]:
+                    shape = (batch, n, heads, d)
+                    if math.prod(shape) * torch.float32.itemsize > options.MOST:
+                        raise ValueError(f"{_SIZES}: got a tensor of {shape}; allowed: less than 2^63 bytes")
                     cases.append(Case(batch, n, heads, heads_kv, d, dtype, mask == "causal"))
     return cases
 

@@ -11,6 +11,7 @@ import json
 import sys
 import warnings
 
+from .. import options
 from ..errors import FallbackWarning, UnsupportedError
 from .report import Report
 
@@ -31,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"what to ask (default: {PROMPT!r})")
     parser.add_argument(
-        "--max-new-tokens", type=_positive, default=64, metavar="N", help="longest answer, in tokens (default: 64)"
+        "--max-new-tokens",
+        type=options.positive,
+        default=64,
+        metavar="N",
+        help="longest answer, in tokens (default: 64)",
     )
     parser.add_argument(
         "--model",
@@ -49,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", metavar="NAME", help="ask only this backend; it never falls back")
     parser.add_argument(
-        "--page-size", type=_positive, default=64, metavar="N", help="tokens in a page of the KV cache (default: 64)"
+        "--page-size",
+        type=options.positive,
+        default=64,
+        metavar="N",
+        help="tokens in a page of the KV cache (default: 64)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -58,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the demo with the options of ``add_arguments``; returns the exit status."""
     try:
         return _run(args)
+    except MemoryError as error:
+        print(f"xattn demo: --page-size, --max-new-tokens: {error}", file=sys.stderr)
+        return 2
     except (DemoError, UnsupportedError) as error:
         print(f"xattn demo: {error}", file=sys.stderr)
         return 2
@@ -95,9 +107,3 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.data, indent=1))
     return 0 if verdict.passed else 1
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1")
-    return int(text)
