@@ -411,7 +411,14 @@ def supported(*args: Any, kind: str = "attention", device: Any = None, **kwargs:
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
     """Within it, a row's result does not depend on the other sequences of the call, bit for bit: split counts and
-    groups are fixed."""
+    groups are fixed. It may stand around a compiled function or inside it, and holds for a call's backward as well."""
+    if torch.compiler.is_compiling():
+        segments.traced.append(True)
+        try:
+            yield
+        finally:
+            segments.traced.pop()
+        return
     token = segments.one_by_one.set(True)
     try:
         yield

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, ops, paging, probe, repeats, rng, validate
+from . import autograd, dispatch, fusion, ops, paging, probe, repeats, rng, segments, validate
 from .device import of as device_of
 from .errors import UnsupportedError
 from .fusion import Epilogue
@@ -52,6 +52,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
     for name in _COUNTS[kind]:
         if kind == "varlen" or kwargs[name] is not None:
             kwargs[name] = validate.count(name, kwargs[name])
+    kwargs["batch_invariant"] = segments.invariant()
     _numbers(kwargs, given)
     q = given["q"]
     for name in ("q_scale", "k_scale", "v_scale"):
