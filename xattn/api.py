@@ -75,6 +75,8 @@ def attention(
         score_mod: fn(score, b, h, q_idx, kv_idx) -> score; mask_mod: fn(b, h, q_idx, kv_idx) -> True where seen, as
             FlexAttention's. Tensors that they capture may require gradients (score_mod).
         epilogue: an ``Epilogue`` applied to the output before it is rounded.
+            All three are traced with 0-d tensors that have no value: no .item(), .tolist(), .numpy() or Python
+            condition on them or on captured tensors, no shape that depends on them, no write into what is captured.
         q_scale, k_scale, v_scale: numbers or float32 tensors, 0-d or (batch, heads_kv), that multiply q, k, v.
         return_lse: also return the logsumexp of the scores.
         deterministic: a bitwise reproducible backward; None follows torch.are_deterministic_algorithms_enabled().
@@ -412,7 +414,14 @@ def supported(*args: Any, kind: str = "attention", device: Any = None, **kwargs:
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
     """Within it, a row's result does not depend on the other sequences of the call, bit for bit: split counts and
-    groups are fixed."""
+    groups are fixed. It may stand around a compiled function or inside it, and holds for a call's backward as well."""
+    if torch.compiler.is_compiling():
+        segments.traced.append(True)
+        try:
+            yield
+        finally:
+            segments.traced.pop()
+        return
     token = segments.one_by_one.set(True)
     try:
         yield

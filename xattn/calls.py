@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, ops, paging, probe, repeats, rng, validate
+from . import autograd, dispatch, fusion, ops, paging, probe, reference, repeats, rng, segments, validate
 from .device import of as device_of
 from .errors import UnsupportedError
 from .fusion import Epilogue
@@ -52,6 +52,7 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
     for name in _COUNTS[kind]:
         if kind == "varlen" or kwargs[name] is not None:
             kwargs[name] = validate.count(name, kwargs[name])
+    kwargs["batch_invariant"] = segments.invariant()
     _numbers(kwargs, given)
     q = given["q"]
     for name in ("q_scale", "k_scale", "v_scale"):
@@ -185,7 +186,7 @@ def describe(kind: str, given: dict[str, Any]) -> Inputs:
     for role in _FUNCTIONS:
         if given[role] is not None:
             fn, aux = (epilogue.fn, call.kwargs.pop("epilogue_aux")) if role == "epilogue" else (given[role], ())
-            _traceable(role, fn, device, aux)
+            _traceable(role, fn, device, aux, reference.compute_dtype(given["q"], given["attn_mask"]))
     inputs = replace(
         ops.record(kind, call.positional, call.kwargs),
         score_mod=_noted("score_mod", given["score_mod"]),
@@ -273,7 +274,8 @@ def _functions(kind: str, kwargs: dict[str, Any], given: dict[str, Any], lengths
         if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
             _refuse_to_export(role)
         fn = epilogue.fn if role == "epilogue" and epilogue else given[role]
-        key, tensors = fusion.trace(role, fn, given["q"].device, aux if role == "epilogue" else ())
+        dtype = reference.compute_dtype(given["q"], given["attn_mask"])
+        key, tensors = fusion.trace(role, fn, given["q"].device, aux if role == "epilogue" else (), dtype)
         kwargs[role], kwargs[f"{role}_aux"] = key, tensors or None
 
 
@@ -353,12 +355,12 @@ def _validate_appended(inputs: Inputs, append: dict[str, Any]) -> None:
     validate.values(replace(inputs, seqlens_k=append["seqlens_k"]), inputs.seqlens_k)
 
 
-def _traceable(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor]) -> None:
+def _traceable(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Raises what tracing raises. For meta tensors on the device of what the function holds, or on the CPU."""
     if device.type == "meta":
         device = next((t.device for t in _held(fn)), torch.device("cpu"))
         aux = [torch.zeros((), dtype=t.dtype, device=device).expand(t.shape) for t in aux]
-    fusion.trace(role, fn, device, aux)
+    fusion.trace(role, fn, device, aux, dtype)
 
 
 def _check_out(call: Call, grads: bool) -> None:

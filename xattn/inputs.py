@@ -131,6 +131,7 @@ class Inputs:
     out_dtype: torch.dtype | None = None
     return_lse: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     backend: str | None = None
 
     # ---- sizes

@@ -11,8 +11,8 @@ backend.
                                                        for
 
 They take what the public functions take (``xattn.attention`` and its kin), with the window as two ints, scales as
-tensors, and the traced user functions by key; they serve TorchScript and export as well, where user functions are not
-to be had.
+tensors, ``batch_invariant`` as a flag, and the traced user functions by key; they serve TorchScript and export as well,
+where user functions are not to be had.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TAIL = (
     "float dropout_p=0.0, Tensor? dropout_rng=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, "
     "str score_mod='', Tensor[]? score_mod_aux=None, str mask_mod='', Tensor[]? mask_mod_aux=None, "
     "str epilogue='', Tensor[]? epilogue_aux=None, ScalarType? out_dtype=None, bool return_lse=False, "
-    "bool? deterministic=None, str? backend=None"
+    "bool? deterministic=None, bool batch_invariant=False, str? backend=None"
 )
 _HEADS = {
     "attention": "Tensor q, Tensor k, Tensor v, *, ",

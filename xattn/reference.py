@@ -24,9 +24,8 @@ def chunk_scores(inputs: Inputs) -> int:
     return CHUNK_SCORES["cpu" if inputs.q.device.type == "cpu" else "gpu"]
 
 
-def compute_dtype(inputs: Inputs) -> torch.dtype:
-    mask = inputs.attn_mask
-    wide = torch.float64 in (inputs.q.dtype, None if mask is None else mask.dtype)
+def compute_dtype(q: Tensor, attn_mask: Tensor | None) -> torch.dtype:
+    wide = torch.float64 in (q.dtype, None if attn_mask is None else attn_mask.dtype)
     return torch.float64 if wide else torch.float32
 
 

@@ -19,6 +19,13 @@ from .inputs import Inputs, present
 # Set by xattn.batch_invariant(): every sequence is a segment of its own, so that its result does not depend on the
 # others.
 one_by_one: ContextVar[bool] = ContextVar("xattn_one_by_one", default=False)
+traced: list[bool] = []  # the same inside a compiled function, where torch.compile cannot follow a ContextVar
+
+
+def invariant() -> bool:
+    """Whether the caller is within xattn.batch_invariant()."""
+    return bool(traced) if torch.compiler.is_compiling() else one_by_one.get()
+
 
 # Heads of all sequences in one segment on a GPU: beyond a grid's 65535, backward kernels of torch read outside their
 # tensors.
@@ -219,7 +226,8 @@ def _groups(x: Inputs, limit: int, seqlen_q: int, seqlen_k: int) -> Iterator[sli
     scores = max(1, x.num_heads_q * seqlen_q * seqlen_k)
     elements = max(1, seqlen_k * x.num_heads_kv * (x.head_dim + x.head_dim_v))
     most = x.batch if x.q.device.type == "cpu" else _MOST_HEADS // x.num_heads_q
-    size = 1 if one_by_one.get() else max(1, min(limit // scores, _GATHER * limit // elements, most, x.batch))
+    alone = x.batch_invariant or one_by_one.get()
+    size = 1 if alone else max(1, min(limit // scores, _GATHER * limit // elements, most, x.batch))
     for start in range(0, x.batch, size):
         yield slice(start, min(start + size, x.batch))
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import xattn
 from xattn import chunks, concurrency, dispatch, segments
@@ -458,8 +459,9 @@ def test_batch_invariant_nests_and_restores():
     assert not segments.one_by_one.get()
 
 
-def test_batch_invariant_cuts_a_call_by_sequence(monkeypatch):
-    """What it does: one segment for each sequence, and again all in one behind it."""
+@pytest.fixture
+def seen(monkeypatch):
+    """The sequences of each segment that calls are cut into."""
     seen = []
     original = chunks.segments
 
@@ -469,8 +471,108 @@ def test_batch_invariant_cuts_a_call_by_sequence(monkeypatch):
             yield segment
 
     monkeypatch.setattr(chunks, "segments", spy)
+    return seen
+
+
+def test_batch_invariant_cuts_a_call_by_sequence(seen):
+    """What it does: one segment for each sequence, and again all in one behind it."""
     q = randn(4, 3, 2, 8)
     for inside, wanted in ((False, 1), (True, 4), (False, 1)):
         seen.clear()
         invariant(xattn.attention, q, q, q) if inside else xattn.attention(q, q, q)
+        assert len(seen) == wanted
+
+
+def of_each_kind(kind: str, q: torch.Tensor) -> torch.Tensor:
+    if kind == "attention":
+        return xattn.attention(q, q, q)
+    offsets = torch.tensor([0, 3, 6, 9, 12])
+    if kind == "varlen":
+        return xattn.attention_varlen(*(q.flatten(0, 1),) * 3, offsets, offsets, 3, 3)
+    pages = torch.arange(4)[:, None]
+    return xattn.attention_paged(q, q, q, pages, torch.full((4,), 3))
+
+
+def within(kind, q):
+    with xattn.batch_invariant():
+        first = of_each_kind(kind, q)
+        with xattn.batch_invariant():
+            pass
+        return first + of_each_kind(kind, 2 * q)
+
+
+def beside(kind, q):
+    first = of_each_kind(kind, q)
+    with xattn.batch_invariant():
+        first = first + of_each_kind(kind, 2 * q)
+    return first + of_each_kind(kind, 3 * q)
+
+
+@xattn.batch_invariant()
+def decorated(kind, q):
+    return of_each_kind(kind, q)
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, q):
+        return self.function("attention", q)
+
+
+CAPTURES = {
+    "aot_eager": lambda f, q: torch.compile(f, fullgraph=True, backend="aot_eager"),
+    "eager": lambda f, q: torch.compile(f, fullgraph=True, backend="eager"),
+    "make_fx": lambda f, q: make_fx(f)(q),
+    "jit.trace": lambda f, q: torch.jit.trace(f, (q,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("kind", ["attention", "varlen", "paged"])
+@pytest.mark.parametrize("function, wanted", [(within, 8), (beside, 6), (decorated, 4)])
+def test_batch_invariant_inside_what_is_captured(seen, capture, kind, function, wanted):
+    torch._dynamo.reset()
+    q = randn(4, 3, 2, 8)
+    eager = function(kind, q)
+    wanted = len(seen) if kind == "varlen" else wanted  # the CPU cuts packed calls by sequence as it is
+    captured = CAPTURES[capture](lambda q: function(kind, q), q)
+    captured(q)
+    seen.clear()
+    assert torch.equal(captured(q), eager)
+    assert len(seen) == wanted
+    assert not segments.traced and not segments.one_by_one.get()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [False, True])
+def test_batch_invariant_inside_an_exported_module(seen, strict):
+    q = randn(4, 3, 2, 8)
+    module = torch.export.export(Module(beside), (q,), strict=strict).module()
+    seen.clear()
+    module(q)
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batch_invariant_holds_for_a_backward_outside_it(seen, compiled):
+    torch._dynamo.reset()
+    q = randn(4, 3, 2, 8).requires_grad_()
+    function = torch.compile(decorated, fullgraph=True, backend="aot_eager") if compiled else decorated
+    out = function("attention", q)
+    seen.clear()
+    out.sum().backward()
+    assert len(seen) == 4
+
+
+def test_batch_invariant_around_a_compiled_function(seen):
+    torch._dynamo.reset()
+    q = randn(4, 3, 2, 8)
+    compiled = torch.compile(lambda q: xattn.attention(q, q, q), fullgraph=True, backend="aot_eager")
+    for inside, wanted in ((False, 1), (True, 4), (False, 1)):
+        seen.clear()
+        invariant(compiled, q) if inside else compiled(q)
         assert len(seen) == wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import pickle
 
@@ -46,6 +47,14 @@ def direct(q: Tensor, k: Tensor, v: Tensor, score_mod=None, mask_mod=None) -> Te
 
 def close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def compiled():
+    """``xattn.attention`` compiled, its user functions handed in from outside."""
+    torch._dynamo.reset()
+    yield torch.compile(lambda q, k, v, **mods: xattn.attention(q, k, v, **mods), fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
 
 
 # ---------------------------------------------------------------- the functions people write
@@ -752,14 +761,6 @@ def test_epilogue_types():
 
 
 # ---------------------------------------------------------------- torch.compile
-@pytest.fixture
-def compiled():
-    """``xattn.attention`` compiled, its user functions handed in from outside."""
-    torch._dynamo.reset()
-    yield torch.compile(lambda q, k, v, **mods: xattn.attention(q, k, v, **mods), fullgraph=True, backend="aot_eager")
-    torch._dynamo.reset()
-
-
 def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -942,56 +943,388 @@ def test_export_refuses(role):
         torch.export.export(Model(), tuple(qkv()), strict=False)
 
 
-# ---------------------------------------------------------------- tensors made of indices, and reads on the host
-TABLE = randn(5, 5, seed=7)
-FOLLOWED = {
-    "lists": (lambda s, b, h, i, j: s + TABLE[[i], [j]].sum(), lambda s, b, h, i, j: s + TABLE[i, j]),
-    "torch.tensor": (lambda s, b, h, i, j: s + TABLE[i, torch.tensor([j])[0]], lambda s, b, h, i, j: s + TABLE[i, j]),
-    "nested": (lambda s, b, h, i, j: s + torch.tensor([[i, 2 * j]]).sum(), lambda s, b, h, i, j: s + i + 2 * j),
-    "as_tensor": (lambda s, b, h, i, j: s + torch.as_tensor([i, j]).sum(), lambda s, b, h, i, j: s + i + j),
-    "new_tensor": (lambda s, b, h, i, j: s + s.new_tensor([j, 3])[0], lambda s, b, h, i, j: s + j),
-    "asarray": (lambda s, b, h, i, j: s + torch.asarray(obj=[j, i])[0], lambda s, b, h, i, j: s + j),
-    "dtype": (lambda s, b, h, i, j: s + torch.as_tensor([j], dtype=torch.half)[0], lambda s, b, h, i, j: s + j),
-    "mixed": (lambda s, b, h, i, j: s + torch.tensor([j, 0.5]).sum(), lambda s, b, h, i, j: s + j + 0.5),
-    "new axis": (lambda s, b, h, i, j: s + TABLE[i, j, None][0], lambda s, b, h, i, j: s + TABLE[i, j]),
-    "leading axis": (lambda s, b, h, i, j: s + TABLE[None, i, ..., j].sum(), lambda s, b, h, i, j: s + TABLE[i, j]),
-    "number list": (lambda s, b, h, i, j: s + TABLE[j, [0, 1]].sum(), lambda s, b, h, i, j: s + TABLE[j, :2].sum()),
-    "constant": (lambda s, b, h, i, j: s + torch.tensor([0.5, 2.0])[0], lambda s, b, h, i, j: s + 0.5),
-}  # fmt: skip
-READ_ON_THE_HOST = {
-    "tolist": lambda s, b, h, i, j: s + j.tolist(),
-    "numpy": lambda s, b, h, i, j: s + float(j.numpy()),
-    "asarray": lambda s, b, h, i, j: s + np.asarray(j).item(),
-    "ufunc": lambda s, b, h, i, j: s + np.maximum(j, 1),
-    "numpy of a captured tensor": lambda s, b, h, i, j: s + TABLE.numpy()[i, j],
-    "dlpack": lambda s, b, h, i, j: s + np.from_dlpack(j).item(),
-    "legacy constructor": lambda s, b, h, i, j: s + torch.Tensor([j])[0],
-    "integer constructor": lambda s, b, h, i, j: s + torch.LongTensor([j])[0],
-    "new": lambda s, b, h, i, j: s + s.new([j])[0],
-    "a gradient of its own": lambda s, b, h, i, j: s + torch.tensor([j, 0.5], requires_grad=True)[0],
-    "item": lambda s, b, h, i, j: s + j.item(),
-    "nonzero": lambda s, b, h, i, j: s + torch.where(s > 0)[0].sum(),
+# ---------------------------------------------------------------- elements, and their values
+TABLE, DEEP = randn(8, 8, seed=21), randn(8, 3, 8, seed=22)
+KEEP, KEEP_BYTES = torch.arange(8) % 3 > 0, (torch.arange(8) % 3).clamp(max=1).to(torch.uint8)
+SMALL_IDS = torch.arange(8, dtype=torch.int8).flip(0)
+T = torch.tensor
+
+
+def elementwise(role: str, fn, given: Tensor) -> Tensor:
+    """fn called for each element with its real coordinates: given (batch, heads, rows, width)."""
+    results = []
+    for at in itertools.product(*map(range, given.shape)):
+        value = [] if role == "mask_mod" else [given[at].clone()]
+        results.append(torch.as_tensor(fn(*value, *(torch.tensor(n) for n in at))))
+    made = torch.stack(results).reshape(given.shape)
+    return made if role == "mask_mod" else made.to(given.dtype)
+
+
+def by_elements(options: dict, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    role, fn = next(iter(options.items()))
+    s = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(DIM)
+    if role == "score_mod":
+        s = elementwise(role, fn, s)
+    if role == "mask_mod":
+        s = s.masked_fill(~elementwise(role, fn, s), -math.inf)
+    out = torch.einsum("bhij,bjhd->bhid", torch.softmax(s, -1).nan_to_num(0), v)
+    return (elementwise(role, fn.fn, out) if role == "epilogue" else out).transpose(1, 2)
+
+
+MADE_OF_ELEMENTS = {
+    "lists that index": {"score_mod": lambda s, b, h, i, j: s + TABLE[[i], [j]].sum()},
+    "one list of elements": {"score_mod": lambda s, b, h, i, j: s + TABLE[[i, j]].sum()},
+    "a list in a list": {"score_mod": lambda s, b, h, i, j: s + TABLE[[[i, j], [j, 0]]].sum()},
+    "element beside a list": {"score_mod": lambda s, b, h, i, j: s + TABLE[i, [j, 0]].sum()},
+    "tensor": {"score_mod": lambda s, b, h, i, j: s + T([[i, 2], [j, h]]).sum() * 0.1},
+    "tensor, mixed": {"score_mod": lambda s, b, h, i, j: s + T([j, 0.5, True]).prod() * T((i,))[0]},
+    "tensor of the score": {"score_mod": lambda s, b, h, i, j: T([s, j]).max()},
+    "tensor, dtype": {"score_mod": lambda s, b, h, i, j: s + T([j, 2], dtype=torch.int32).sum() * 0.1},
+    "tensor that indexes": {"score_mod": lambda s, b, h, i, j: s + TABLE[T([i, j])].sum()},
+    "tensor of one": {"score_mod": lambda s, b, h, i, j: s + T(j) + torch.as_tensor(i) + torch.asarray(h)},
+    "as_tensor": {"score_mod": lambda s, b, h, i, j: s + torch.as_tensor([i, j], dtype=torch.float64).sum() * 0.1},
+    "asarray": {"score_mod": lambda s, b, h, i, j: s + torch.asarray([i, j]).sum() * 0.1},
+    "new_tensor": {"score_mod": lambda s, b, h, i, j: s + s.new_tensor([j, 3]).sum() * 0.1},
+    "new_tensor, dtype": {"score_mod": lambda s, b, h, i, j: s + i.new_tensor(data=[j], dtype=torch.float32)[0]},
+    "causal": {"mask_mod": lambda b, h, i, j: (T([j]) <= T([i]))[0]},
+    "mask": {"mask_mod": lambda b, h, i, j: TABLE[[i], [j]][0] > 0},
+    "channel": {"epilogue": Epilogue(lambda o, b, h, i, d: o + T([d])[0])},
+    "channel that indexes": {"epilogue": Epilogue(lambda o, b, h, i, d: o * TABLE[[i], [d // 2]][0])},
 }
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_tensors_made_of_indices_follow_them(name):
-    fn, plain = FOLLOWED[name]
-    q = randn(2, 5, 2, 8, seed=3)
-    out = xattn.attention(q, q, q, score_mod=fn)
-    torch.testing.assert_close(out, xattn.attention(q, q, q, score_mod=plain))
+@pytest.mark.filterwarnings("ignore:.*copy construct", "ignore:Using a non-tuple")
+@pytest.mark.parametrize("name", MADE_OF_ELEMENTS)
+def test_tensors_made_of_elements(compiled, name):
+    options, (q, k, v) = MADE_OF_ELEMENTS[name], qkv()
+    wanted = by_elements(options, q, k, v)
+    assert not torch.allclose(wanted, xattn.attention(q, k, v), atol=1e-3)
+    close(xattn.attention(q, k, v, **options), wanted)
+    close(compiled(q, k, v, **options), wanted)
 
 
-def test_masks_and_epilogues_made_of_indices():
-    q = randn(2, 5, 2, 8, seed=3)
-    out = xattn.attention(q, q, q, mask_mod=lambda b, h, i, j: (torch.tensor([j]) <= torch.tensor([i]))[0])
-    torch.testing.assert_close(out, xattn.attention(q, q, q, causal=True))
-    added = xattn.attention(q, q, q, epilogue=xattn.Epilogue(lambda o, b, h, i, d: o + torch.tensor([d])[0]))
-    torch.testing.assert_close(added, xattn.attention(q, q, q) + torch.arange(8))
+def test_a_causal_mask_of_tensors_made():
+    q, k, v = qkv(SEQLEN_K)
+    close(xattn.attention(q, k, v, **MADE_OF_ELEMENTS["causal"]), xattn.attention(q, k, v, causal=True))
 
 
-@pytest.mark.parametrize("name", READ_ON_THE_HOST)
-def test_reads_on_the_host_are_refused_by_name(name):
-    q = randn(2, 5, 2, 8, seed=3)
-    with pytest.raises(UnsupportedError, match="score_mod: "):
-        xattn.attention(q, q, q, score_mod=READ_ON_THE_HOST[name])
+READ = {
+    "tolist": lambda x, t: x + t.tolist(),
+    "numpy": lambda x, t: x + int(t.numpy()),
+    "numpy, force": lambda x, t: x + float(t.numpy(force=True)),
+    "asarray": lambda x, t: x + float(np.asarray(t)),
+    "array": lambda x, t: x + float(np.array([t])[0]),
+    "numpy function": lambda x, t: x + float(np.maximum(t, 1)),
+    "condition of numpy": lambda x, t: x if bool(t.numpy() <= 2) else -x,
+    "dlpack": lambda x, t: x + torch.from_numpy(np.from_dlpack(t)),
+    "storage": lambda x, t: x + t.untyped_storage()[0],
+    "data_ptr": lambda x, t: x + t.data_ptr(),
+    "format": lambda x, t: x + {"0": 1.0}.get(f"{t}", 2.0),
+    "old constructor": lambda x, t: x + torch.LongTensor([t]).sum(),
+    "full": lambda x, t: x + torch.full((), t),
+    "arange": lambda x, t: x + torch.arange(t).sum(),
+    "slice": lambda x, t: x + TABLE[0, : t.long()].sum(),
+    "range": lambda x, t: x + sum(range(t.long())),
+    "equal": lambda x, t: x + torch.equal(t, t + 0),
+    "allclose": lambda x, t: x + torch.allclose(t * 1.0, t * 2.0),
+    "number of nonzeros": lambda x, t: x + len(torch.nonzero(t[None])),
+    "number of unique ones": lambda x, t: x + torch.stack([t, t + 1]).unique().numel(),
+    "math": lambda x, t: x + math.floor(t),
+    "set into a tensor": lambda x, t: x + filled(t).tolist()[0],
+    "captured tensor": lambda x, t: x + TABLE.tolist()[0][0],
+    "captured tensor, numpy": lambda x, t: x + TABLE.numpy()[0, 0],
+    "captured tensor, numpy, element": lambda x, t: x + TABLE.numpy()[t.long()][0],
+    "captured tensor, item": lambda x, t: x + TABLE.sum().item(),
+}
+
+
+def filled(t):
+    made = torch.zeros(3)
+    made[0] = t
+    return made
+
+
+def reader(role: str, name: str) -> dict:
+    form = READ[name]
+    if role == "score_mod":
+        return {role: lambda s, b, h, i, j: form(s, j)}
+    if role == "mask_mod":
+        return {role: lambda b, h, i, j: form(i, j) >= j}
+    return {role: Epilogue(lambda o, b, h, i, d: form(o, d))}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("role", ["score_mod", "mask_mod", "epilogue"])
+def test_values_read_on_the_host_are_refused(role, name):
+    options, given = reader(role, name), in_kind("paged")
+    with pytest.raises(UnsupportedError, match=f"^{role}: .*cannot be"):
+        xattn.attention(*qkv(), **options)
+    with pytest.raises(UnsupportedError, match=f"^{role}: .*cannot be"):
+        xattn.explain(*qkv(), **options)
+    before = {n: t.clone() for n, t in given.items()}
+    with pytest.raises(UnsupportedError, match=f"^{role}: .*cannot be"):
+        asked("paged", given, **options)
+    assert all(torch.equal(given[n], t) for n, t in before.items())
+
+
+@pytest.mark.parametrize("name", ["tolist", "numpy", "captured tensor", "captured tensor, numpy"])
+def test_values_read_on_the_host_are_refused_in_compiled_code(compiled, name):
+    with pytest.raises(Exception, match=r"(?s)score_mod: .* cannot be traced"):
+        compiled(*qkv(), **reader("score_mod", name))
+
+
+def test_values_of_what_a_function_makes_of_numbers():
+    """A tensor that no argument takes part in may be read."""
+    q, k, v = qkv()
+    mod = lambda s, b, h, i, j: s * T(3.0).item() + TABLE.shape[0] + float(np.float32(0.5))  # noqa: E731
+    close(xattn.attention(q, k, v, score_mod=mod), direct(q, k, v, lambda s, *_: 3 * s))
+
+
+INDEXED = {
+    "new axis": lambda i, j: TABLE[0, j, None][0],
+    "new axes": lambda i, j: TABLE[None, i, None, j, None].sum(),
+    "new axis, ellipsis": lambda i, j: DEEP[i, ..., None, j][1, 0],
+    "ellipsis, new axis": lambda i, j: DEEP[..., None, j].sum(),
+    "list": lambda i, j: TABLE[j, [0, 1]].sum(),
+    "list first": lambda i, j: TABLE[[0, 1, 1], j].prod(),
+    "empty list": lambda i, j: TABLE[j, []].sum() + i,
+    "list behind a slice": lambda i, j: DEEP[j, :, [0, 1]][2, 1],
+    "list of negative numbers": lambda i, j: DEEP[:, [-1, 0], j][i, 0],
+    "nested list": lambda i, j: DEEP[j, [[0, 1], [2, 2]]][1, 0, i],
+    "tuple in a tuple": lambda i, j: TABLE[j, (0, 1)].sum(),
+    "list of flags": lambda i, j: TABLE[j, [True, False] * 4].sum(),
+    "array": lambda i, j: TABLE[np.array([0, 2]), j].sum(),
+    "array of one": lambda i, j: TABLE[np.array(2), j],
+    "numpy's number": lambda i, j: TABLE[np.int64(2), j],
+    "range": lambda i, j: TABLE[range(3), j].sum(),
+    "True": lambda i, j: TABLE[True, j, 0].sum(),
+    "False": lambda i, j: TABLE[False, j].sum() + i,
+    "captured mask": lambda i, j: TABLE[j, KEEP].sum(),
+    "captured mask of bytes": lambda i, j: TABLE[j, KEEP_BYTES].sum(),
+    "captured mask of rows": lambda i, j: TABLE[KEEP, j].prod() + TABLE[j][KEEP].sum(),
+    "captured mask, two dimensions": lambda i, j: DEEP[DEEP[:, :, 0] > 0, j].sum() + i,
+    "int8": lambda i, j: TABLE[i.to(torch.int8), j.to(torch.int16)],
+    "int8 table": lambda i, j: TABLE[SMALL_IDS[i], SMALL_IDS[j]],
+    "int32": lambda i, j: TABLE[0, j.int()],
+    "vector of elements": lambda i, j: TABLE[torch.stack([i, j])].sum(),
+    "vector and element": lambda i, j: DEEP[torch.stack([i, j]), 1, j].sum(),
+    "element between lists": lambda i, j: DEEP[[0, 1], i % 3, [3, 4]].sum(),
+    "element of one dimension": lambda i, j: TABLE[i[None], j].sum(),
+    "negative": lambda i, j: TABLE[-1, -j] + TABLE[-i, -1],
+    "slices": lambda i, j: DEEP[1:, 1, j][i] - DEEP[::2, ::2, j].sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_of_every_form(compiled, name):
+    form, (q, k, v) = INDEXED[name], qkv()
+    options = {"score_mod": lambda s, b, h, i, j: s + form(i, j)}
+    wanted = by_elements(options, q, k, v)
+    assert name in ("array of one", "new axis, ellipsis") or not torch.allclose(wanted, xattn.attention(q, k, v))
+    close(xattn.attention(q, k, v, **options), wanted)
+    if "array" not in name:
+        close(compiled(q, k, v, **options), wanted)
+
+
+@pytest.mark.parametrize(
+    "form, words",
+    [
+        (lambda i, j: TABLE[0, j.to(torch.uint8)], "indexes by uint8, which torch takes for a mask; allowed: .*long"),
+        (lambda i, j: TABLE[0, KEEP_BYTES[j]], "indexes by uint8"),
+        (lambda i, j: TABLE[0, [j.to(torch.uint8)]].sum(), "indexes by uint8"),
+        (lambda i, j: TABLE[0, i > j].sum(), "indexes by a condition.*torch.where"),
+        (lambda i, j: TABLE[0][(i > j).expand(8)].sum(), "cannot be mapped over elements"),
+    ],
+)
+def test_indices_that_are_masks_of_elements(form, words):
+    with pytest.raises(UnsupportedError, match=f"^score_mod: .*{words}"):
+        xattn.attention(*qkv(), score_mod=lambda s, b, h, i, j: s + form(i, j))
+
+
+@pytest.mark.parametrize(
+    "form", [lambda i, j: TABLE[0, j * 1.0], lambda i, j: TABLE[0, [0.5]], lambda i, j: TABLE["a"]]
+)
+def test_indices_that_are_none(form):
+    with pytest.raises(ValueError, match="^score_mod: .* cannot be traced"):
+        xattn.attention(*qkv(), score_mod=lambda s, b, h, i, j: s + form(i, j).sum())
+
+
+# ---------------------------------------------------------------- what cannot be mapped, and what is written
+REFUSED = {
+    "nonzero": lambda x, i, j: x + torch.stack([i, j]).nonzero().sum(),
+    "where": lambda x, i, j: x + torch.where(torch.stack([i, j]) > 1)[0].sum(),
+    "argwhere": lambda x, i, j: x + torch.argwhere(torch.stack([i, j])).sum(),
+    "unique": lambda x, i, j: x + torch.stack([i, j]).unique().sum(),
+    "masked_select": lambda x, i, j: x + torch.arange(3).masked_select(i > j).sum(),
+    "repeat_interleave": lambda x, i, j: x + torch.arange(3).repeat_interleave(torch.stack([i, j, j])).sum(),
+    "captured, add_": lambda x, i, j: x + TABLE.add_(1.0)[0, 0],
+    "captured, element": lambda x, i, j: x + TABLE[0].mul_(j)[0],
+    "captured, set": lambda x, i, j: x + (TABLE.__setitem__(0, 0.0) or 0) + TABLE[0, 1],
+    "captured, in a list": lambda x, i, j: x + IN_LIST[0].zero_().sum(),
+    "captured, out": lambda x, i, j: x + torch.zeros(()) + torch.mul(TABLE, 2.0, out=TABLE)[0, 0],
+    "captured, unbind": lambda x, i, j: x + TABLE.unbind()[1].add_(2.0)[0],
+}
+IN_LIST = [torch.ones(3)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("role", ["score_mod", "mask_mod", "epilogue"])
+def test_shapes_and_writes_that_cannot_be_are_refused(role, name):
+    form = REFUSED[name]
+    options = {
+        "score_mod": lambda: lambda s, b, h, i, j: form(s, i, j),
+        "mask_mod": lambda: lambda b, h, i, j: form(i, i, j) > 2,
+        "epilogue": lambda: Epilogue(lambda o, b, h, i, d: form(o, i, d)),
+    }[role]()
+    words = "writes into a tensor that it holds" if "captured" in name else "the shape of aten.* depends on scores"
+    held = TABLE.clone()
+    for kind in ("attention", "varlen", "paged", "packed"):
+        given = in_kind(kind)
+        before = {n: t.clone() for n, t in given.items() if isinstance(t, Tensor)}
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=f"^{role}: .*{words}"):
+                asked(kind, given, **{role: options})
+        assert all(torch.equal(given[n], t) for n, t in before.items())
+    with pytest.raises(UnsupportedError, match=f"^{role}: .*{words}"):
+        xattn.explain(*qkv(), **{role: options})
+    assert torch.equal(TABLE, held) and IN_LIST[0].all()
+
+
+def test_shapes_and_writes_that_cannot_be_are_refused_in_compiled_code(compiled):
+    for form in REFUSED.values():
+        with pytest.raises(
+            Exception, match=r"(?s)score_mod: .*(depends on scores|writes into|own from values|IN_LIST)"
+        ):
+            compiled(*qkv(), score_mod=lambda s, b, h, i, j, form=form: form(s, i, j))
+
+
+# Functions that write into what they make, or into their arguments: only they see it.
+WRITTEN = {
+    "index_put_": lambda x, i, j: x + torch.zeros(8).index_put_((j,), i * 1.0).sum(),
+    "copy_": lambda x, i, j: x + torch.zeros(()).copy_(j),
+    "add_": lambda x, i, j: x + torch.zeros(3).add_(j).sum(),
+    "mul_ of one row": lambda x, i, j: x + torch.ones(5, 3)[1:2].mul_(j + i).sum(),
+    "set": lambda x, i, j: x + filled(j)[0] * 2,
+    "masked_fill_": lambda x, i, j: x + torch.zeros(3).masked_fill_(i > j, 0.5).sum(),
+    "out": lambda x, i, j: x + torch.add(i, j, out=torch.zeros((), dtype=torch.int64)),
+    "copy of a captured one": lambda x, i, j: x + TABLE.clone().add_(j)[0, 1],
+    "of a captured one": lambda x, i, j: x + (TABLE * 2)[1].sub_(i)[3],
+    "score": lambda x, i, j: x.mul_(2) + j,
+    "index": lambda x, i, j: x + i.add_(j) - i * 3,
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements")
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("role", ["score_mod", "mask_mod", "epilogue"])
+def test_writes_into_what_a_function_makes(compiled, role, name):
+    form, (q, k, v) = WRITTEN[name], qkv()
+    options = {
+        "score_mod": lambda: lambda s, b, h, i, j: form(s, i, j),
+        "mask_mod": lambda: lambda b, h, i, j: form(j - i, i, j) >= j,
+        "epilogue": lambda: Epilogue(lambda o, b, h, i, d: form(o, i, d % 8)),
+    }[role]()
+    wanted = by_elements({role: options}, q, k, v)
+    close(xattn.attention(q, k, v, **{role: options}), wanted)
+    close(compiled(q, k, v, **{role: options}), wanted)
+
+
+def changed(s, b, h, i, j):
+    j += 1
+    i -= 2
+    h.mul_(2)
+    return s.mul_(0.5).add_(j * 0.1 - i * 0.2 + h + b)
+
+
+def unchanged(s, b, h, i, j):
+    return s * 0.5 + ((j + 1) * 0.1 - (i - 2) * 0.2 + h * 2 + b)
+
+
+@pytest.mark.parametrize("kind", ["attention", "varlen", "paged"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_arguments_may_be_changed_in_place(kind, grad):
+    """It changes nothing but what the function itself sees."""
+    given = in_kind(kind)
+    grad = grad and kind != "paged"
+    rng = torch.tensor([3, 4])
+    options = {"alibi_slopes": torch.full((HEADS,), 0.3), "dropout_p": 0.3, "dropout_rng": rng}
+    options["mask_mod"] = lambda b, h, i, j: i.add_(2).ge(j.sub_(1))
+    got, want = (
+        asked(kind, {n: t.clone() if isinstance(t, Tensor) else t for n, t in given.items()}, **options, score_mod=fn)
+        for fn in (changed, unchanged)
+    )
+    assert torch.equal(got, want)
+    if grad:
+        q = given["q"].requires_grad_()
+        grads = (
+            torch.autograd.grad(asked(kind, given | {"q": q}, **options, score_mod=fn).sum(), q)[0]
+            for fn in (changed, unchanged)
+        )
+        close(*grads)
+
+
+# ---------------------------------------------------------------- precision
+DOUBLES = {
+    "float": lambda n, k: lambda s, b, h, i, j: s * k,
+    "float and index": lambda n, k: lambda s, b, h, i, j: s + i * k,
+    "float twice": lambda n, k: lambda s, b, h, i, j: s * (k / 3) + k,
+    "int": lambda n, k: lambda s, b, h, i, j: s * n + i - n,
+    "int divided": lambda n, k: lambda s, b, h, i, j: s * (n / 7),
+    "int inverted": lambda n, k: lambda s, b, h, i, j: s * 2.0**-n,
+    "power of an int": lambda n, k: lambda s, b, h, i, j: s * 2**-n,
+    "root of an int": lambda n, k: lambda s, b, h, i, j: s * abs(n) ** -0.5,
+    "int times float": lambda n, k: lambda s, b, h, i, j: s * (n * 0.1),
+    "index to a power": lambda n, k: lambda s, b, h, i, j: s + (j + 1.5) ** -n,
+    "int and small integers": lambda n, k: lambda s, b, h, i, j: s + SMALL_IDS[j % 8] * (100 * n),
+    "int in a condition": lambda n, k: lambda s, b, h, i, j: s * 3 if n > 2 else s,
+    "dtype of the score": lambda n, k: lambda s, b, h, i, j: s + torch.log(j.to(s.dtype) + 1) * k,
+    "like the score": lambda n, k: lambda s, b, h, i, j: s + torch.full_like(s, k) * s.new_tensor([k, j]).sum(),
+    "where": lambda n, k: lambda s, b, h, i, j: torch.where(i < j, s * k, torch.finfo(s.dtype).min / 1e3),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+@pytest.mark.parametrize("n", [3, -2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("role", ["score_mod", "epilogue"])
+def test_numbers_are_as_precise_as_pythons(compiled, role, name, n, dtype):
+    """In eager and in compiled code."""
+    make = DOUBLES[name]
+    q, k, v = qkv(dtype=dtype)
+    for value in (0.1, 0.3):
+        fn = make(n, value)
+        options = {role: Epilogue(fn) if role == "epilogue" else fn}
+        got = xattn.attention(q, k, v, **options)
+        tight = {"rtol": 1e-13, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(got, by_elements(options, q, k, v), **tight)
+        torch.testing.assert_close(compiled(q, k, v, **options), got, **tight)
+
+
+HUGE = 2**70
+
+
+def test_a_number_beyond_int64_names_the_function(compiled):
+    for call in (xattn.attention, compiled):
+        with pytest.raises(Exception, match=r"(?s)score_mod: .* cannot be traced: int too big"):
+            call(*qkv(), score_mod=lambda s, b, h, i, j: s / HUGE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_number_as_result_is_as_precise_as_the_call(dtype):
+    out = xattn.attention(*qkv(dtype=dtype), epilogue=Epilogue(lambda *_: 0.1))
+    assert torch.equal(out, torch.full_like(out, 0.1))
+
+
+def test_a_wide_mask_makes_the_score_wide():
+    q, k, v = qkv()
+    seen = []
+
+    def mod(s, b, h, i, j):
+        seen.append(s.dtype)
+        return s
+
+    xattn.attention(q, k, v, score_mod=mod, attn_mask=torch.zeros(SEQLEN_Q, SEQLEN_K, dtype=torch.float64))
+    xattn.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), score_mod=mod)
+    assert seen == [torch.float64, torch.float32]

@@ -38,7 +38,7 @@ def _double_backward(
 
 
 def _how(inputs: Inputs) -> tuple[chunks.Attend, torch.dtype, int]:
-    return reference.attend, reference.compute_dtype(inputs), reference.chunk_scores(inputs)
+    return reference.attend, reference.compute_dtype(inputs.q, inputs.attn_mask), reference.chunk_scores(inputs)
 
 
 BACKEND = Backend(

@@ -26,8 +26,9 @@ def tensors(fn: Any) -> tuple[Path, ...]:
     return tuple(path for path, content in _walk(fn) if isinstance(content, Tensor))
 
 
-def numbers(fn: Any) -> tuple[Path, ...]:
-    return tuple(path for path, content in _walk(fn) if is_number(content))
+def numbers(fn: Any, kind: type) -> tuple[Path, ...]:
+    """Where it holds numbers of a kind, int or float."""
+    return tuple(path for path, content in _walk(fn) if is_number(content) and isinstance(content, kind))
 
 
 def constants(fn: Any) -> tuple[Path, ...]:
