@@ -181,7 +181,7 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
     if x.attn_mask is not None:
         t = x.attn_mask
         if t.dtype != torch.bool and t.dtype not in (q.dtype, torch.float32):
-            t = t.float()
+            t = _narrowed(t)
         mask = "boolean" if t.dtype == torch.bool else "added32" if t.dtype == torch.float32 else "added16"
         tensors["attn_mask"] = t
         strides = t.expand(x.batch, x.num_heads_q, x.seqlen_q, x.seqlen_k).stride()
@@ -267,6 +267,14 @@ def direct(t: Tensor) -> Tensor:
 
 def _floats(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous()
+
+
+def _narrowed(mask: Tensor) -> Tensor:
+    """An added mask as float32: what is finite stays so, however low."""
+    if mask.dtype == torch.float64:
+        most = torch.finfo(torch.float32).max
+        mask = torch.where(mask.isfinite(), mask.clamp(-most, most), mask)
+    return mask.float()
 
 
 def _distance(side: int | None) -> int:

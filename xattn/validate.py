@@ -381,6 +381,9 @@ def append(
             fail(name, new.dtype, f"the dtype of the cache, {k_cache.dtype}", TypeError)
     if v_new is not None:
         _shape("v_new", v_new, (*lead, heads, v_cache.shape[3]))
+        if _share_elements(k_cache, v_cache):
+            allowed = "None, since v_cache shares elements with k_cache: values would overwrite keys"
+            fail("v_new", "a tensor", allowed)
     elif v_cache.numel() and not _is_part(v_cache, k_cache):
         allowed = "a tensor; it may be left out only where v_cache is a view of k_cache, some channels of each token"
         fail("v_new", None, allowed)
@@ -393,11 +396,7 @@ def append(
 
 def _is_part(v_cache: Tensor, k_cache: Tensor) -> bool:
     """Whether each vector of v_cache lies within the one of k_cache at the same page, slot and head."""
-    try:
-        one_storage = v_cache.untyped_storage()._cdata == k_cache.untyped_storage()._cdata
-    except RuntimeError:  # a tensor under vmap shows none
-        return False
-    if not one_storage or v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
+    if not _one_storage(v_cache, k_cache) or v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
         return False
     if any(n > 1 and v_cache.stride(i) != k_cache.stride(i) for i, n in enumerate(k_cache.shape[:3])):
         return False
@@ -413,6 +412,43 @@ def _is_part(v_cache: Tensor, k_cache: Tensor) -> bool:
         and last % step == 0
         and (v_cache.shape[3] == 1 or v_cache.stride(3) % step == 0)
     )
+
+
+def _one_storage(a: Tensor, b: Tensor) -> bool:
+    try:
+        return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    except RuntimeError:  # a tensor under vmap shows none
+        return False
+
+
+# Steps of the search below; strides that are nested, as those of slices and transposed views are, take a few of each.
+_SEARCH = 4096
+
+
+def _share_elements(a: Tensor, b: Tensor) -> bool:
+    """Whether a byte belongs to both; True as well where strides are so tangled that the search ends first."""
+    if not _one_storage(a, b) or not a.numel() or not b.numel():
+        return False
+    ranges: dict[int, list[int]] = {}  # by stride in bytes: the least and the most steps of b less those of a
+    for t, side in ((b, 1), (a, 0)):
+        for stride, n in zip((*t.stride(), None), (*t.shape, t.itemsize), strict=True):
+            steps = ranges.setdefault(1 if stride is None else stride * t.itemsize, [0, 0])
+            steps[side] += (n - 1) * (1 if side else -1)
+    dims = sorted(((s, *steps) for s, steps in ranges.items() if s), reverse=True)
+    left = _SEARCH
+
+    def found(dim: int, distance: int) -> bool:
+        """Whether steps of the dimensions from ``dim`` on add up to ``distance``."""
+        nonlocal left
+        left -= 1
+        if dim == len(dims) or left < 0:
+            return left < 0 or distance == 0
+        stride, least, most = dims[dim]
+        low, high = (sum(s * steps[end] for s, *steps in dims[dim + 1 :]) for end in (0, 1))
+        first, last = max(least, -((high - distance) // stride)), min(most, (distance - low) // stride)
+        return any(found(dim + 1, distance - n * stride) for n in range(first, last + 1))
+
+    return found(0, int(a.storage_offset() * a.itemsize - b.storage_offset() * b.itemsize))
 
 
 def divisor(name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ import cases
 import pytest
 import torch
 
+import xattn
 from xattn import device, dispatch, forward_call, jit, launch, repeats
 from xattn.device import Device
 from xattn.images import Image, ImageSpec, Store
@@ -97,3 +98,16 @@ def test_generated_cases(target):
                 raise AssertionError(f"{case}: {error}") from error
             done += 1
     assert done > 50
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_lowest_added_mask_hides_nothing(target, mask_dtype):
+    """It is finite, in whatever dtype, and the same of all keys; what is -inf hides, and NaN stays NaN."""
+    q, k, v = (torch.randn(1, n, 2, 16, dtype=torch.bfloat16) for n in (5, 7, 7))
+    q.zero_()
+    mask = torch.full((5, 7), torch.finfo(mask_dtype).min, dtype=mask_dtype)
+    mask[1], mask[2, 3:], mask[3, 0] = -math.inf, -math.inf, math.nan
+    out, lse = xattn.attention(q, k, v, attn_mask=mask, return_lse=True, backend=target.backend)
+    for row, keys in ((0, slice(0, 7)), (2, slice(0, 3)), (4, slice(0, 7))):
+        torch.testing.assert_close(out[0, row].double(), v[0, keys].double().mean(0), rtol=2e-2, atol=2e-2)
+    assert not out[0, 1].any() and lse[0, :, 1].eq(-math.inf).all() and out[0, 3].isnan().all()
