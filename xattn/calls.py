@@ -86,11 +86,12 @@ def repeated(
     tensors: tuple[Tensor | None, ...],
     options: tuple[Any, ...],
     longest: tuple[int, int] = (0, 0),
+    paged: tuple[Any, ...] = ("", None, False),
 ) -> Any:
     """The result of a call that came before, or None: the short way for arguments of just the usual types.
 
     Args: ``tensors`` as inputs.TENSORS lists them; ``options``: causal, window, softmax_scale, softcap, return_lse,
-    backend; ``longest``: the max_seqlens.
+    backend; ``longest``: the max_seqlens; ``paged``: kv_layout, num_splits, batch_invariant.
     """
     q = tensors[0]
     if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
@@ -105,10 +106,11 @@ def repeated(
     if not usual:
         return None
     left, right = window or (None, None)
-    found = repeats.answer(kind, tensors, (causal, left, right, softmax_scale, softcap, return_lse, backend, *longest))
+    numbers = (causal, left, right, softmax_scale, softcap, return_lse, backend)
+    found = repeats.answer(kind, tensors, (*numbers, *longest, *paged))
     if found is None:
         return None
-    return tuple(found) if return_lse else found[0]
+    return (found[0], found[1]) if return_lse else found[0]
 
 
 def run(call: Call) -> Any:

@@ -24,6 +24,7 @@ CODES = {
     "grad": "the gradient of this argument is not answered",
     "deterministic": "a bitwise reproducible backward is not offered",
     "size": "an empty tensor is not answered",
+    "layout": "its kernels cannot read the tensor as it lies",
     "large": "its kernels do not count so far",
     "plain": "this backend answers only questions that use one of these arguments",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -15,19 +15,22 @@ from .capability import Capability, HeadDims, Refusal
 from .device import Device
 from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
-from .inputs import TENSORS, Inputs, is_direct
+from .inputs import TENSORS, Inputs, is_direct, present
 from .kernel_call import Call, Output, Shape, slot
-from .launch_params import ForwardParams, Operand
+from .launch_params import Divisor, ForwardParams, Operand
 from .problem import Problem, SizeBucket
 
 TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
-_PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi"}  # fields of the parameter block that have other names
-_STATUS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # values that only the device can see
+# Fields of the parameter block that have other names.
+_PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi", "seqlens_k": "seqused_k"}
+# Values that only the device can see, by their bits in index64.
+_INDEX_BITS = {"cu_seqlens_q": 0, "cu_seqlens_k": 1, "seqused_k": 2, "seqlens_k": 2, "page_table": 3}
 _ELEMENTS = ("bf16", "fp16")
 _MASKS = ("none", "boolean", "added16", "added32")
+_PAGED_MASKS = ("none", "tree")
 
 
-# What every kernel with ForwardParams answers; a backend adds its vendors and architectures.
+# What every kernel with ForwardParams answers of dense and packed calls; a backend adds its vendors and architectures.
 CAPABILITY = Capability(
     kinds=frozenset({"attention", "varlen"}),
     dtypes=frozenset({("bf16", "bf16"), ("fp16", "fp16")}),
@@ -47,6 +50,11 @@ CAPABILITY = Capability(
             "gqa",
         }
     ),
+)
+
+# What the shared body and its decode kernel answer.
+SHARED_CAPABILITY = replace(
+    CAPABILITY, kinds=CAPABILITY.kinds | {"paged"}, features=CAPABILITY.features | {"attn_mask_tree"}
 )
 
 # What the 32-bit numbers of csrc_cuda hold. Blocks that take tile after tile count beyond the last one by two grids at
@@ -79,17 +87,19 @@ class ForwardBody:
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""
         dims = range(32, self.tiles[-1][0] + 1, 32)
-        for d, dv in product(dims, dims):
-            for name, chosen in variants():
-                fields: Fields = (("element", name), *self.tile(d, dv), ("keep_q", False), *chosen)
-                yield ImageSpec(self.entry, fields, arch)
+        for (d, dv), paged in product(product(dims, dims), (False, True)):
+            for name, chosen in variants(paged):
+                yield ImageSpec(self.entry, self.fields(("element", name), self.tile(d, dv), paged, chosen), arch)
+
+    def fields(self, element: tuple[str, str], sizes: Fields, paged: bool, chosen: Fields) -> Fields:
+        return (element, *sizes, ("keep_q", False), ("paged", paged), *chosen)
 
     def too_large(self, problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
         """``Backend.too_large``."""
         tile = dict(self.tile(problem.head_dim, problem.head_dim_v))
         threads = self.warp_size * tile["num_warps"]
         most = MOST_TILES if self.most_threads is None else min(MOST_TILES, self.most_threads // threads)
-        return too_large(problem, size, tile["tile_m"], most)
+        return too_large(problem, size, tile["tile_m"], most) + copies(problem)
 
     def missing(self, device: Device) -> str:
         """``Backend.missing``."""
@@ -98,7 +108,7 @@ class ForwardBody:
 
 def plan_config(tile: Fields, problem: Problem) -> tuple[tuple[str, object], ...]:
     """What a plan prints of a native forward: its tile, its mask, and that something is copied."""
-    mask = {"": "none", "bool": "boolean", "additive": "added"}[problem.attn_mask]
+    mask = {"": "none", "bool": "boolean", "additive": "added", "tree": "tree"}[problem.attn_mask]
     config = (*tile, ("attn_mask", mask))
     return config if problem.direct else (*config, ("copies", "what is not aligned to 16 bytes"))
 
@@ -125,6 +135,14 @@ def too_large(
     return tuple(Refusal("large", name, got, (f"up to {most}",)) for name, got, most in counts if got > most)
 
 
+def copies(problem: Problem) -> tuple[Refusal, ...]:
+    """A cache is not copied to be read: it is as large as the memory holds."""
+    if problem.kind != "paged" or problem.direct:
+        return ()
+    wanted = "vectors that start at multiples of 16 bytes, with a last stride of 1"
+    return (Refusal("layout", "q, k_cache, v_cache", "other strides", (wanted,)),)
+
+
 @dataclass(frozen=True)
 class Forward:
     """A call in the terms of the kernels: the parameter block without addresses, the tensors in the order of
@@ -147,8 +165,11 @@ class Forward:
 def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tensor], Tensor]) -> Forward:
     """What every kernel with ForwardParams is told. ``heads_at_once``: key heads whose keys and values should fill the
     L2 cache together; ``direct`` copies what a kernel cannot read as it lies."""
-    tensors = {name: direct(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v))}
+    paged = x.kind == "paged"
+    tensors = {"q": direct(x.q), **{n: t if paged else direct(t) for n, t in (("k", x.k), ("v", x.v))}}
     q, k, v = tensors.values()
+    if x.kv_layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
     sequences = x.batch + x.packed
     p = ForwardParams(
         q=Operand.of(q),
@@ -162,7 +183,7 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
         seqlen_q=x.seqlen_q,
         seqlen_k=x.seqlen_k,
         total_q=q.shape[0],
-        total_k=k.shape[0],
+        total_k=present(x.page_table).shape[1] * x.page_size if paged else k.shape[0],
         head_dim=x.head_dim,
         head_dim_v=x.head_dim_v,
         scale=x.scale / x.softcap if x.softcap else x.scale * math.log2(math.e),
@@ -183,20 +204,26 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
         if t.dtype != torch.bool and t.dtype not in (q.dtype, torch.float32):
             t = _narrowed(t)
         mask = "boolean" if t.dtype == torch.bool else "added32" if t.dtype == torch.float32 else "added16"
+        mask = "tree" if paged else mask
         tensors["attn_mask"] = t
-        strides = t.expand(x.batch, x.num_heads_q, x.seqlen_q, x.seqlen_k).stride()
+        strides = (0, 0, *t.stride()) if paged else t.expand(x.batch, x.num_heads_q, x.seqlen_q, x.seqlen_k).stride()
         p.mask_batch_stride, p.mask_head_stride, p.mask_row_stride, p.mask_col_stride = strides
     if x.alibi_slopes is not None:
         tensors["alibi_slopes"] = t = _floats(x.alibi_slopes)
         p.alibi_batch_stride = t.stride(0) if t.dim() == 2 else 0
     if x.sinks is not None:
         tensors["sinks"] = _floats(x.sinks)
-    for bit, name in enumerate(_STATUS):
+    for name, bit in _INDEX_BITS.items():
         t = getattr(x, name)
         if t is not None:
-            tensors[name] = t if t.is_contiguous() else t.contiguous()
+            rows = name == "page_table" and (t.stride(1) == 1 or t.shape[1] < 2)  # which may lie apart
+            tensors[name] = t if rows or t.is_contiguous() else t.contiguous()
             p.index64 |= (t.dtype == torch.int64) << bit
             p.status = status.word(x.q.device).data_ptr()
+    if paged:
+        p.page_table_stride = tensors["page_table"].stride(0)
+        p.num_pages = x.k.shape[0]
+        p.page_size = Divisor.of(x.page_size)
     p.order_tiles(max(1, heads_at_once) * (x.num_heads_q // x.num_heads_kv))
     ordered = {name: tensors[name] for name in TENSORS[x.kind] if name in tensors}
     return Forward(p, ordered, tuple(outputs), mask)
@@ -212,11 +239,11 @@ def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none
     return (("any_scale", any_scale and plain), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
 
 
-def variants() -> Iterator[tuple[str, Fields]]:
+def variants(paged: bool = False) -> Iterator[tuple[str, Fields]]:
     """(element, switches) of every image of a tile."""
     for element in _ELEMENTS:
         yield element, _switches(any_scale=True)
-        for softcap, alibi, mask in product((False, True), (False, True), _MASKS):
+        for softcap, alibi, mask in product((False, True), (False, True), _PAGED_MASKS if paged else _MASKS):
             yield element, _switches(softcap, alibi, mask)
 
 
@@ -243,7 +270,7 @@ def prepare(
     head_dim, head_dim_v, tile_m, tile_n, num_warps, _ = (n for _, n in sizes)
     per_head = max(1, x.seqlen_k * (x.head_dim + x.head_dim_v) * 2)
     forward = describe(x, tile_m, body.section_bytes // per_head, direct)
-    fields: Fields = (element(x), *sizes, ("keep_q", False), *switches(x, forward.mask))
+    fields = body.fields(element(x), sizes, x.kind == "paged", switches(x, forward.mask))
     image, another = choose(body.entry, fields, device_of(x.q.device).arch)
     shared = 2 * (tile_m * max(head_dim, head_dim_v) + tile_n * (head_dim + head_dim_v))
     call = Call(

@@ -12,7 +12,8 @@ _S32, _S64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.
 
 
 class Operand(ctypes.Structure):
-    """A tensor of (batch, row, head, head_dim), or packed (row, head, head_dim): address, and strides in elements."""
+    """A tensor of (batch, row, head, head_dim), or packed (row, head, head_dim): address, and strides in elements. A
+    paged cache is (page, slot, head, head_dim)."""
 
     _fields_ = (("data", _PTR), ("batch_stride", _S64), ("row_stride", _S64), ("head_stride", _S64))
 
@@ -85,6 +86,13 @@ class ForwardParams(ctypes.Structure):
         ("last_heads", Divisor),
         ("heads", Divisor),
         ("gqa_ratio", Divisor),
+        ("page_table", _PTR),
+        ("page_table_stride", _S64),
+        ("num_pages", _S32),
+        ("page_size", Divisor),
+        ("partials", _PTR),
+        ("num_splits", _S32),
+        ("queue", _S32),
     )
 
     def order_tiles(self, heads_in_section: int) -> None:

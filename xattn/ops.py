@@ -193,8 +193,8 @@ def _answer(backend: Backend, inputs: Inputs, config: Config) -> tuple[Tensor, T
         prepared = launch.prepare(call)
     except (CompileError, ImageRefused, UnsupportedError) as error:
         raise Unavailable(f"no image of it can be made and loaded here: {error}") from error
-    out, *lse = repeats.launch_first(inputs, call, tensors, prepared)
-    return out, lse[0] if lse else None
+    outputs = repeats.launch_first(inputs, call, tensors, prepared)
+    return outputs[0], outputs[1] if inputs.return_lse else None
 
 
 def _no_lse(inputs: Inputs, needs_grad: bool) -> Tensor:

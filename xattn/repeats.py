@@ -25,6 +25,9 @@ OPTIONS = (
     "backend",
     "max_seqlen_q",
     "max_seqlen_k",
+    "kv_layout",
+    "num_splits",
+    "batch_invariant",
 )
 _OTHERS = ("dropout_p", "q_scale", "k_scale", "v_scale", "score_mod", "mask_mod", "epilogue", "out_dtype")
 

@@ -49,6 +49,25 @@ struct ArchBase {
         return Isa::widen(Element{bits});
     }
 
+    // Two floats as one word of 16-bit elements.
+    template <class Element>
+    XATTN_DEVICE static u32 pack(float low, float high) {
+        return Isa::pack(Element{}, low, high);
+    }
+
+    // ---- floats in shared memory
+    XATTN_DEVICE static void store_float(Shared at, float x) { Isa::store_shared(at, x); }
+    XATTN_DEVICE static float load_float(Shared at) { return Isa::load_shared_float(at); }
+    XATTN_DEVICE static void load_floats(float (&x)[4], Shared at) { Isa::load_shared_floats(x, at); }
+
+    // ---- what thread blocks tell each other: writes before a fence are seen behind the fence of whoever learned of
+    // them by an atomic operation, if it reads them fresh
+    XATTN_DEVICE static void device_fence() { Isa::device_fence(); }
+    XATTN_DEVICE static u32 atomic_add(u32* at, u32 x) { return Isa::atomic_add(at, x); }
+    XATTN_DEVICE static void store_floats(float* at, const float (&x)[4]) { Isa::store_global(at, x); }
+    XATTN_DEVICE static float load_fresh(const float* at) { return Isa::load_fresh(at); }
+    XATTN_DEVICE static void load_fresh(float (&x)[4], const float* at) { Isa::load_fresh(x, at); }
+
     XATTN_DEVICE static float row_max(float x) {
         x = max(x, Isa::shuffle_xor(x, kLaneA));
         return max(x, Isa::shuffle_xor(x, kLaneB));

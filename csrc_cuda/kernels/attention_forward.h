@@ -12,29 +12,26 @@
 // (arch/sm80/arch.h states the interface).
 #pragma once
 
+#include "kernels/paging.h"
 #include "kernels/params.h"
 #include "kernels/scheduler.h"
 #include "kernels/scores.h"
 #include "kernels/sequence.h"
-#include "kernels/softmax.h"
 #include "kernels/tile_copy.h"
+#include "kernels/warp_tile.h"
 
 namespace xattn {
 
 template <class Arch, class Config>
 struct AttentionForward {
     using Element = typename Config::Element;
-    using Accumulator = typename Arch::Accumulator;  // a 16 x 16 tile of float32
-    using OperandA = typename Arch::OperandA;        // 16 rows x 16
-    using OperandB = typename Arch::OperandB;        // 16 keys x 16
     using Shared = typename Arch::Shared;
 
     static constexpr int kTileM = Config::tile_m, kTileN = Config::tile_n;
     static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
     static constexpr int kThreads = Config::num_warps * Arch::kWarpSize;
     static constexpr int kRowGroups = kTileM / (16 * Config::num_warps);  // 16-row groups of a warp
-    static constexpr int kKeyGroups = kTileN / 16;
-    static constexpr int kRows = Arch::kRowsPerLane;  // rows a lane holds of a group
+    static constexpr int kRows = Arch::kRowsPerLane;                      // rows a lane holds of a group
     static_assert(kTileM == 16 * Config::num_warps * kRowGroups && kTileN % 16 == 0, "tiles are made of 16 x 16 tiles");
 
     using LayoutQ = TileLayout<kTileM, kDim>;
@@ -45,11 +42,12 @@ struct AttentionForward {
     static constexpr int kK = max_of(LayoutQ::bytes, LayoutO::bytes);  // the output is staged where Q was
     static constexpr int kV = kK + LayoutK::bytes;
     static constexpr int kSharedBytes = kV + LayoutV::bytes;
-    static constexpr bool kKeepQ = Config::keep_q;  // Q in registers instead of reading it again for every block
+    static constexpr bool kKeepQ = Config::keep_q;
 
-    struct Row {
-        s32 first, last;  // keys it sees
-    };
+    using S = Scores<Arch, Config>;
+    using State = WarpTile<Arch, Config, S, kRowGroups, LayoutQ, LayoutK, LayoutV>;
+    using CopyK = KeyCopy<Arch, Config, kThreads, kTileN, kDim>;
+    using CopyV = KeyCopy<Arch, Config, kThreads, kTileN, kDimV>;
 
     // One thread block, one tile.
     XATTN_DEVICE static void run(const ForwardParams& p, Shared shared) {
@@ -63,8 +61,9 @@ struct AttentionForward {
         const Visible visible = Visible::of(p, seq);
         const s32 kv_head = s32(quotient(u32(t.head), p.gqa_ratio));
         const u16* q = start(p.q, p.cu_seqlens_q, t.sequence, seq.start_q, t.head);
-        const u16* k = start(p.k, p.cu_seqlens_k, t.sequence, seq.start_k, kv_head);
-        const u16* v = start(p.v, p.cu_seqlens_k, t.sequence, seq.start_k, kv_head);
+        const s32 batch = Config::paged ? 0 : t.sequence;  // the page table finds a sequence's keys
+        const u16* k = start(p.k, p.cu_seqlens_k, batch, seq.start_k, kv_head);
+        const u16* v = start(p.v, p.cu_seqlens_k, batch, seq.start_k, kv_head);
         const Shared sq = shared + kQ, sk = shared + kK, sv = shared + kV;
         const Shared pq = Arch::template rows_pointer<LayoutQ>(sq, warp * 16 * kRowGroups, lane);
         const Shared pk = Arch::template keys_pointer<LayoutK>(sk, lane);
@@ -76,17 +75,18 @@ struct AttentionForward {
         const s32 n_first = key_first / kTileN, n_last = key_last < key_first ? n_first - 1 : key_last / kTileN;
         const s32 whole_from = visible.first(last_row), whole_to = visible.last(row0) + 1;
 
-        TileCopy<Arch, kThreads, kTileM, kDim>(q, p.q.row_stride, row0, p.head_dim, thread)
-            .start(sq, seq.seqlen_q - row0);
-        TileCopy<Arch, kThreads, kTileN, kDim> copy_k(k, p.k.row_stride, n_last * kTileN, p.head_dim, thread);
-        TileCopy<Arch, kThreads, kTileN, kDimV> copy_v(v, p.v.row_stride, n_last * kTileN, p.head_dim_v, thread);
+        TileCopy<Arch, kThreads, kTileM, kDim>(q, p.q, row0, p.head_dim, thread).start(sq, seq.seqlen_q - row0);
+        CopyK copy_k(k, p.k, n_last * kTileN, p.head_dim, thread);
+        CopyV copy_v(v, p.v, n_last * kTileN, p.head_dim_v, thread);
+        if constexpr (Config::paged) copy_k.table = copy_v.table = PageTable::of(p, t.sequence);
         if (n_first <= n_last) copy_k.start(sk, seq.seqlen_k - n_last * kTileN);
         Arch::copy_commit();
 
         State s;
         s.softmax_reset();
         s.clear_output();
-        const Scores<Arch, Config> scores(p, visible, t.sequence, t.head, row0 + warp * 16 * kRowGroups, lane);
+        const s64 first_query = p.cu_seqlens_q ? seq.start_q : s64(t.sequence) * p.seqlen_q;
+        const S scores(p, visible, t.sequence, t.head, row0 + warp * 16 * kRowGroups, lane, first_query);
 
         for (s32 n = n_last; n >= n_first; --n) {
             Arch::template copy_wait<0>();
@@ -109,7 +109,7 @@ struct AttentionForward {
             s.multiply_pv(pv);
         }
         Arch::template copy_wait<0>();
-        s.finish(p, scores, t, seq, row0, sq, warp, lane);
+        finish(s, p, scores, t, seq, row0, sq, warp, lane);
     }
 
   private:
@@ -133,143 +133,50 @@ struct AttentionForward {
                head * x.head_stride;
     }
 
-    // What a warp carries from block to block.
-    struct State {
-        Accumulator acc_s[kRowGroups][kKeyGroups];
-        Accumulator acc_o[kRowGroups][kDimV / 16];
-        OperandA q[kKeepQ ? kRowGroups : 1][kKeepQ ? kDim / 16 : 1];
-        Softmax<Arch, Scores<Arch, Config>, kRows> soft[kRowGroups];
-
-        XATTN_DEVICE void softmax_reset() {
+    // Divides by the row sums, and stores the output and lse. Each warp stages its own rows where its part of Q
+    // was.
+    XATTN_DEVICE static void finish(State& s, const ForwardParams& p, const S& scores, const Tile& t,
+                                    const Sequence& seq, s32 row0, Shared so, int warp, int lane) {
+        const int warp_row = warp * 16 * kRowGroups;
+        if (!kKeepQ || kDim != kDimV) Arch::barrier();  // other warps may still read Q, or the panels differ
+        XATTN_UNROLL
+        for (int g = 0; g < kRowGroups; ++g) {
+            float inverse[kRows];
             XATTN_UNROLL
-            for (int g = 0; g < kRowGroups; ++g) soft[g].reset();
-        }
-        XATTN_DEVICE void clear_output() {
-            XATTN_UNROLL
-            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
-            for (int d = 0; d < kDimV / 16; ++d) acc_o[g][d].clear();
-        }
-        XATTN_DEVICE void keep_q(Shared pq) {
-            XATTN_UNROLL
-            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
-            for (int c = 0; c < kDim / 16; ++c) q[kKeepQ ? g : 0][kKeepQ ? c : 0] = load_q(pq, g, c);
-        }
-        XATTN_DEVICE static OperandA load_q(Shared pq, int g, int c) {
-            return Arch::template load_rows<LayoutQ>(pq, g * 16, c * 16);
-        }
-
-        // acc_s = Q K^T
-        XATTN_DEVICE void multiply_qk(Shared pq, Shared pk) {
-            XATTN_UNROLL
-            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
-            for (int n = 0; n < kKeyGroups; ++n) acc_s[g][n].clear();
-            XATTN_UNROLL
-            for (int c = 0; c < kDim / 16; ++c) {
-                OperandA a[kRowGroups];
-                XATTN_UNROLL
-                for (int g = 0; g < kRowGroups; ++g)
-                    a[g] = kKeepQ ? q[kKeepQ ? g : 0][kKeepQ ? c : 0] : load_q(pq, g, c);
-                XATTN_UNROLL
-                for (int n = 0; n < kKeyGroups; ++n) {
-                    const OperandB b = Arch::template load_keys<LayoutK>(pk, n * 16, c * 16);
-                    XATTN_UNROLL
-                    for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_s[g][n], a[g], b);
+            for (int r = 0; r < kRows; ++r) {
+                const s32 row = row0 + warp_row + g * 16 + Arch::row_of(lane, r);
+                float sum = Arch::row_sum(s.soft[g].row_sum[r]);
+                float base = s.soft[g].base(r);
+                if (p.sinks)
+                    scores.add_sink(p.sinks[t.head], base, sum, inverse[r]);
+                else
+                    inverse[r] = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
+                if (p.lse && row < seq.seqlen_q && Arch::first_of_row(lane)) {
+                    const s64 at = p.cu_seqlens_q ? t.head * p.lse_head_stride + seq.start_q + row
+                                                  : t.sequence * p.lse_batch_stride + t.head * p.lse_head_stride + row;
+                    p.lse[at] = scores.lse(base, sum);
                 }
             }
-        }
-
-        // Scores become weights, relative to each row's reference; the output follows where a reference moves.
-        XATTN_DEVICE void softmax(const Scores<Arch, Config>& scores, s32 key0, bool whole) {
             XATTN_UNROLL
-            for (int g = 0; g < kRowGroups; ++g) {
-                scores.modify(acc_s[g], g, key0);
-                if (!whole) scores.mask(acc_s[g], g, key0);
-                float largest[kRows], factor[kRows];
+            for (int d = 0; d < kDimV / 16; ++d) {
                 XATTN_UNROLL
-                for (int r = 0; r < kRows; ++r) largest[r] = -Arch::infinity();
-                XATTN_UNROLL
-                for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
-                for (int e = 0; e < Arch::kElements; ++e)
-                    largest[Arch::row_slot(e)] = Arch::max(largest[Arch::row_slot(e)], acc_s[g][n].x[e]);
-                Scores<Arch, Config>::to_scores(scores.p, largest);
-                if (soft[g].move_reference(largest, factor)) {
-                    XATTN_UNROLL
-                    for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
-                    for (int e = 0; e < Arch::kElements; ++e) acc_o[g][d].x[e] *= factor[Arch::row_slot(e)];
-                }
-                XATTN_UNROLL
-                for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
-                for (int e = 0; e < Arch::kElements; ++e) {
-                    const int r = Arch::row_slot(e);
-                    const float w = Scores<Arch, Config>::weight(scores.p, acc_s[g][n].x[e], soft[g].base(r));
-                    acc_s[g][n].x[e] = w;
-                    soft[g].row_sum[r] += w;
-                }
+                for (int e = 0; e < Arch::kElements; ++e) s.acc_o[g][d].x[e] *= inverse[Arch::row_slot(e)];
+                Arch::template store_rows<Element, LayoutO>(so, s.acc_o[g][d], warp_row + g * 16, d * 16, lane);
             }
         }
-
-        // acc_o += P V
-        XATTN_DEVICE void multiply_pv(Shared pv) {
-            XATTN_UNROLL
-            for (int n = 0; n < kKeyGroups; ++n) {
-                OperandA a[kRowGroups];
-                XATTN_UNROLL
-                for (int g = 0; g < kRowGroups; ++g) a[g] = Arch::template weights<Element>(acc_s[g][n]);
-                XATTN_UNROLL
-                for (int d = 0; d < kDimV / 16; ++d) {
-                    const OperandB b = Arch::template load_values<LayoutV>(pv, n * 16, d * 16);
-                    XATTN_UNROLL
-                    for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_o[g][d], a[g], b);
-                }
+        Arch::warp_barrier();
+        u16* out = static_cast<u16*>(p.out.data) + t.head * p.out.head_stride +
+                   (p.cu_seqlens_q ? seq.start_q * p.out.row_stride : t.sequence * p.out.batch_stride);
+        constexpr int per_row = kDimV / 8, total = 16 * kRowGroups * per_row;
+        XATTN_UNROLL
+        for (int n = 0; n < (total + Arch::kWarpSize - 1) / Arch::kWarpSize; ++n) {
+            const int index = n * Arch::kWarpSize + lane;
+            const int row = warp_row + index / per_row, col = index % per_row * 8;
+            if (index < total && row0 + row < seq.seqlen_q && col < p.head_dim_v) {
+                Arch::store_chunk(out + s64(row0 + row) * p.out.row_stride + col, so, LayoutO::chunk_at(row, col));
             }
         }
-
-        // Divides by the row sums, and stores the output and lse. Each warp stages its own rows where its part of Q
-        // was.
-        XATTN_DEVICE void finish(const ForwardParams& p, const Scores<Arch, Config>& scores, const Tile& t,
-                                 const Sequence& seq, s32 row0, Shared so, int warp, int lane) {
-            const int warp_row = warp * 16 * kRowGroups;
-            if (!kKeepQ || kDim != kDimV) Arch::barrier();  // other warps may still read Q, or the panels differ
-            XATTN_UNROLL
-            for (int g = 0; g < kRowGroups; ++g) {
-                float inverse[kRows];
-                XATTN_UNROLL
-                for (int r = 0; r < kRows; ++r) {
-                    const s32 row = row0 + warp_row + g * 16 + Arch::row_of(lane, r);
-                    float sum = Arch::row_sum(soft[g].row_sum[r]);
-                    float base = soft[g].base(r);
-                    if (p.sinks)
-                        scores.add_sink(p.sinks[t.head], base, sum, inverse[r]);
-                    else
-                        inverse[r] = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
-                    if (p.lse && row < seq.seqlen_q && Arch::first_of_row(lane)) {
-                        const s64 at = p.cu_seqlens_q
-                                           ? t.head * p.lse_head_stride + seq.start_q + row
-                                           : t.sequence * p.lse_batch_stride + t.head * p.lse_head_stride + row;
-                        p.lse[at] = scores.lse(base, sum);
-                    }
-                }
-                XATTN_UNROLL
-                for (int d = 0; d < kDimV / 16; ++d) {
-                    XATTN_UNROLL
-                    for (int e = 0; e < Arch::kElements; ++e) acc_o[g][d].x[e] *= inverse[Arch::row_slot(e)];
-                    Arch::template store_rows<Element, LayoutO>(so, acc_o[g][d], warp_row + g * 16, d * 16, lane);
-                }
-            }
-            Arch::warp_barrier();
-            u16* out = static_cast<u16*>(p.out.data) + t.head * p.out.head_stride +
-                       (p.cu_seqlens_q ? seq.start_q * p.out.row_stride : t.sequence * p.out.batch_stride);
-            constexpr int per_row = kDimV / 8, total = 16 * kRowGroups * per_row;
-            XATTN_UNROLL
-            for (int n = 0; n < (total + Arch::kWarpSize - 1) / Arch::kWarpSize; ++n) {
-                const int index = n * Arch::kWarpSize + lane;
-                const int row = warp_row + index / per_row, col = index % per_row * 8;
-                if (index < total && row0 + row < seq.seqlen_q && col < p.head_dim_v) {
-                    Arch::store_chunk(out + s64(row0 + row) * p.out.row_stride + col, so, LayoutO::chunk_at(row, col));
-                }
-            }
-        }
-    };
+    }
 };
 
 }  // namespace xattn

@@ -6,9 +6,10 @@
 
 namespace xattn {
 
-constexpr int kParamsVersion = 3;
+constexpr int kParamsVersion = 4;
 
-// A tensor of (batch, row, head, head_dim); strides in elements. Packed tensors have no batch stride.
+// A tensor of (batch, row, head, head_dim); strides in elements. Packed tensors have no batch stride. A paged cache is
+// (page, slot, head, head_dim).
 struct Operand {
     void* data;
     s64 batch_stride;
@@ -49,7 +50,8 @@ struct ForwardParams {
     const void* cu_seqlens_k;
     const void* seqused_k;  // (batch,); null: all
     s32* status;            // one word for each Status; null: bad values are not reported
-    s32 index64;            // bit 0: cu_seqlens_q, bit 1: cu_seqlens_k, bit 2: seqused_k hold 64-bit numbers
+    s32 index64;            // bit 0: cu_seqlens_q, bit 1: cu_seqlens_k, bit 2: seqused_k, bit 3: page_table hold 64-bit
+                            // numbers
 
     s32 batch;
     s32 sequences;  // batch, and where q is packed one more: the rows behind the last offset
@@ -57,7 +59,7 @@ struct ForwardParams {
     s32 heads_kv;
     s32 seqlen_q;  // rows of a dense q, otherwise the longest sequence
     s32 seqlen_k;
-    s64 total_q;  // rows of a packed q and k
+    s64 total_q;  // rows of a packed q and k; of a paged cache total_k is what a row of the page table has room for
     s64 total_k;
     s32 head_dim;  // as it is, up to the image's padded one
     s32 head_dim_v;
@@ -74,6 +76,15 @@ struct ForwardParams {
     Divisor last_heads;
     Divisor heads;      // heads_q
     Divisor gqa_ratio;  // heads_q / heads_kv
+
+    const void* page_table;  // (batch, pages of a sequence); null: keys are not paged. seqused_k holds the lengths then
+    s64 page_table_stride;   // from one sequence to the next
+    s32 num_pages;
+    Divisor page_size;
+    // See attention_decode.h.
+    float* partials;
+    s32 num_splits;
+    s32 queue;  // number of the launch's counters; -1: none
 };
 
 }  // namespace xattn

@@ -4,9 +4,11 @@
 
 #if defined(XATTN_HOST)
 #define XATTN_DEVICE inline
+#define XATTN_GLOBAL inline
 #define XATTN_UNROLL
 #else
 #define XATTN_DEVICE __device__ __forceinline__
+#define XATTN_GLOBAL __device__
 #define XATTN_UNROLL _Pragma("unroll")
 #endif
 

@@ -4,6 +4,9 @@
 // Without softcap, ALiBi or attn_mask the products stay as they are, and the scale, which must be positive then, enters
 // the softmax as one multiply-add. any_scale is for scales that are not.
 //
+// Where heads are packed, the rows of a tile are the queries of all heads that share a key head: row r is query
+// r / gqa_ratio of head r % gqa_ratio of those.
+//
 // Scores are in log2 units. With an added mask they are in natural units: the lowest float, which masks hold, has no
 // finite value in log2.
 #pragma once
@@ -13,9 +16,9 @@
 
 namespace xattn {
 
-enum class Mask { none, boolean, added16, added32 };
+enum class Mask { none, boolean, added16, added32, tree };
 
-template <class Arch, class Config>
+template <class Arch, class Config, bool kPackHeads = false>
 struct Scores {
     static constexpr bool kPlain =
         !Config::any_scale && !Config::softcap && !Config::alibi && Config::attn_mask == Mask::none;
@@ -27,15 +30,23 @@ struct Scores {
 
     const ForwardParams& p;
     Visible visible;
-    float slope;
-    const u8* mask_row;  // attn_mask at (sequence, head, 0, 0)
-    s32 row0;            // the warp's first row
+    const float* slopes;  // of the head, or of the first of the heads that are packed
+    float slope;          // of the head
+    const u8* mask_row;   // attn_mask at (sequence, head, 0, 0); a tree at the sequence's first query
+    s32 row0;             // the warp's first row
     int lane;
 
-    XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence, s32 head, s32 first_row, int lane_)
-        : p(params), visible(v), slope(0.0f), mask_row(nullptr), row0(first_row), lane(lane_) {
-        if (Config::alibi) slope = p.alibi[sequence * p.alibi_batch_stride + head] * kUnit;
-        if (Config::attn_mask != Mask::none) {
+    // `first_query`: the sequence's first in q, for trees.
+    XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence, s32 head, s32 first_row, int lane_,
+                        s64 first_query = 0)
+        : p(params), visible(v), slopes(nullptr), slope(0.0f), mask_row(nullptr), row0(first_row), lane(lane_) {
+        if (Config::alibi) {
+            slopes = p.alibi + sequence * p.alibi_batch_stride + head;
+            if (!kPackHeads) slope = slopes[0] * kUnit;
+        }
+        if (Config::attn_mask == Mask::tree) {
+            mask_row = static_cast<const u8*>(p.mask) + first_query * p.mask_row_stride;
+        } else if (Config::attn_mask != Mask::none) {
             mask_row = static_cast<const u8*>(p.mask) +
                        (sequence * p.mask_batch_stride + head * p.mask_head_stride) * kMaskBytes;
         }
@@ -48,13 +59,14 @@ struct Scores {
         XATTN_UNROLL
         for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
         for (int e = 0; e < Arch::kElements; ++e) {
-            const s32 row = row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)),
+            const s32 place = row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)), row = query(p, place),
                       key = key0 + n * 16 + Arch::col_of(lane, e);
             float x = s[n].x[e] * scale;
             if (Config::softcap) x = cap * Arch::tanh(x);
             if (Config::alibi) {
                 const s32 distance = row + visible.shift - key;
-                x -= slope * float(distance < 0 ? -distance : distance);
+                const float by = kPackHeads ? slopes[place - row * s32(p.gqa_ratio.value)] * kUnit : slope;
+                x -= by * float(distance < 0 ? -distance : distance);
             }
             if (Config::attn_mask != Mask::none && row < row_end() && key < visible.seqlen_k)
                 x = attn_mask(x, row, key);
@@ -62,16 +74,21 @@ struct Scores {
         }
     }
 
+    // The query at a row of the tile.
+    XATTN_DEVICE static s32 query(const ForwardParams& p, s32 row) {
+        return kPackHeads ? s32(quotient(u32(row), p.gqa_ratio)) : row;
+    }
+
     // The keys of a block that rows see, as columns of the lane's elements count them: [first, last].
     struct Limits {
         s32 first[Arch::kRowsPerLane], last[Arch::kRowsPerLane];
     };
-    XATTN_DEVICE static Limits limits(const Visible& visible, s32 row0, int lane, s32 key0) {
+    XATTN_DEVICE static Limits limits(const ForwardParams& p, const Visible& visible, s32 row0, int lane, s32 key0) {
         Limits limits;
         const s32 at = key0 + Arch::col_of(lane, 0);
         XATTN_UNROLL
         for (int r = 0; r < Arch::kRowsPerLane; ++r) {
-            const s32 row = row0 + Arch::row_of(lane, r);
+            const s32 row = query(p, row0 + Arch::row_of(lane, r));
             limits.first[r] = visible.first(row) - at, limits.last[r] = visible.last(row) - at;
         }
         return limits;
@@ -85,7 +102,7 @@ struct Scores {
             mask<true>(s, limits);
     }
     XATTN_DEVICE void mask(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
-        mask(p, s, limits(visible, Arch::fresh(row0) + group * 16, lane, key0));
+        mask(p, s, limits(p, visible, Arch::fresh(row0) + group * 16, lane, key0));
     }
 
     // The largest products of rows as scores.
@@ -128,13 +145,17 @@ struct Scores {
         }
     }
 
-    static constexpr int kMaskBytes = Config::attn_mask == Mask::boolean   ? 1
-                                      : Config::attn_mask == Mask::added16 ? 2
-                                                                           : 4;
+    static constexpr int kMaskBytes = Config::attn_mask == Mask::added16   ? 2
+                                      : Config::attn_mask == Mask::added32 ? 4
+                                                                           : 1;
 
     XATTN_DEVICE s32 row_end() const { return visible.seqlen_k - visible.shift; }  // seqlen_q
 
     XATTN_DEVICE float attn_mask(float x, s32 row, s32 key) const {
+        if (Config::attn_mask == Mask::tree) {
+            const s32 token = key - visible.shift;
+            return token < 0 || mask_row[row * p.mask_row_stride + token * p.mask_col_stride] ? x : -Arch::infinity();
+        }
         const u8* at = mask_row + (row * p.mask_row_stride + key * p.mask_col_stride) * kMaskBytes;
         if (Config::attn_mask == Mask::boolean) return *at ? x : -Arch::infinity();
         if (Config::attn_mask == Mask::added16) {

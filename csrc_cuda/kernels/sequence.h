@@ -37,7 +37,9 @@ struct Sequence {
         if (p.cu_seqlens_k) room = report_span(p, p.cu_seqlens_k, p.index64 & 2, b, p.total_k, p.seqlen_k);
         if (p.seqused_k) {
             const s64 used = index_at(p.seqused_k, p.index64 & 4, b);
+            if (p.page_table) room = p.total_k;
             if (used < 0 || used > room) p.status[int(Status::seqlens_k)] = 1;
+            if (p.page_table && used > p.seqlen_k) p.status[int(Status::max_seqlen)] = 1;
         }
     }
 

@@ -5,7 +5,7 @@
 //   swizzle(row)
 #pragma once
 
-#include "kernels/platform.h"
+#include "kernels/params.h"
 
 namespace xattn {
 
@@ -55,10 +55,11 @@ struct TileCopy {
     int row;            // kRows where it copies nothing
     bool in_cols;
 
-    XATTN_DEVICE TileCopy(const u16* data, s64 stride, s32 row0, s32 valid_cols, int thread) : row_stride(s32(stride)) {
+    XATTN_DEVICE TileCopy(const u16* data, const Operand& x, s32 row0, s32 valid_cols, int thread)
+        : row_stride(s32(x.row_stride)) {
         const int col = thread % kPerRow * 8;
         row = thread < kActive ? thread / kPerRow : kRows;
-        source = data + (row0 + row) * stride + col;
+        source = data + (row0 + row) * x.row_stride + col;
         target = Layout::chunk_at(row, col);
         in_cols = col < valid_cols;
     }

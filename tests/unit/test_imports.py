@@ -38,6 +38,7 @@ ROWS = (
     {"launch_bindings", "launch_library"},
     {"launch"},
     {"forward_call"},
+    {"decode_call"},
     {"chunks", "paging", "page_pool", "probe"},
     {"reference"},
     {"backends"},

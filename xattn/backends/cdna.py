@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .. import forward_call
+from .. import decode_call, forward_call
+from ..decode_call import DecodeBody
 from ..forward_call import ForwardBody
 from ..images import ImageSpec
 from .base import Backend
 
 CAPABILITY = replace(
-    forward_call.CAPABILITY, vendors=frozenset({"amd"}), archs=frozenset({"gfx90a", "gfx942", "gfx950"})
+    forward_call.SHARED_CAPABILITY, vendors=frozenset({"amd"}), archs=frozenset({"gfx90a", "gfx942", "gfx950"})
 )
 
 # Q, K and V together fill at most the 64 KiB of LDS of gfx90a and gfx942; nothing here is measured.
@@ -23,20 +24,26 @@ BODY = ForwardBody(
     most_threads=(1 << 32) - 1,  # of a launch, by HIP's programming manual
 )
 
+# One stage: copies go through registers here, at once.
+DECODE = DecodeBody(
+    entry="arch/cdna/decode.hip",
+    warp_size=64,
+    tiles=((64, 32, 4, 1, 1), (128, 16, 4, 1, 1), (256, 16, 2, 1, 1)),
+)
+
 
 def _images(arch: str) -> Iterator[ImageSpec]:
     if arch in CAPABILITY.archs:
         yield from BODY.images(arch)
+        yield from DECODE.images(arch)
 
 
 BACKEND = Backend(
     "cdna",
     native=True,
     capabilities=lambda: (CAPABILITY,),
-    prepare=lambda inputs, config: forward_call.prepare(BODY, inputs, config),
-    config=lambda problem, size, device: forward_call.plan_config(
-        BODY.tile(problem.head_dim, problem.head_dim_v), problem
-    ),
+    prepare=lambda inputs, config: decode_call.prepare(BODY, DECODE, inputs, config),
+    config=lambda problem, size, device: decode_call.config(BODY, DECODE, problem, size),
     notes=("not run on AMD hardware: compiled, and checked in emulation",),
     missing=BODY.missing,
     too_large=BODY.too_large,

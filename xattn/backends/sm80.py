@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .. import forward_call
+from .. import decode_call, forward_call
+from ..decode_call import DecodeBody
 from ..forward_call import ForwardBody
 from ..images import ImageSpec
 from .base import Backend
 
-CAPABILITY = replace(forward_call.CAPABILITY, vendors=frozenset({"nvidia"}), least_arch="sm_80")
+CAPABILITY = replace(forward_call.SHARED_CAPABILITY, vendors=frozenset({"nvidia"}), least_arch="sm_80")
 
 # Measured on an H200 beside smaller and larger tiles, see NOTES.md in csrc_cuda/arch/sm80.
 BODY = ForwardBody(
@@ -24,22 +25,28 @@ BODY = ForwardBody(
     section_bytes=32 << 20,
 )
 
+# 64 KiB of stages, so that 99 KiB hold a block of any architecture and three fit on Hopper.
+DECODE = DecodeBody(
+    entry="arch/sm80/decode.cu",
+    warp_size=32,
+    tiles=((64, 32, 4, 2, 3), (128, 16, 4, 2, 3), (256, 16, 2, 2, 3)),
+)
+
 
 def _images(arch: str) -> Iterator[ImageSpec]:
     """For NVIDIA's architectures from 8.0 on, by their plain names."""
     vendor, _, number = arch.partition("_")
     if vendor in ("sm", "compute") and number.isascii() and number.isdigit() and int(number) >= 80:
         yield from BODY.images(arch)
+        yield from DECODE.images(arch)
 
 
 BACKEND = Backend(
     "sm80",
     native=True,
     capabilities=lambda: (CAPABILITY,),
-    prepare=lambda inputs, config: forward_call.prepare(BODY, inputs, config),
-    config=lambda problem, size, device: forward_call.plan_config(
-        BODY.tile(problem.head_dim, problem.head_dim_v), problem
-    ),
+    prepare=lambda inputs, config: decode_call.prepare(BODY, DECODE, inputs, config),
+    config=lambda problem, size, device: decode_call.config(BODY, DECODE, problem, size),
     missing=BODY.missing,
     too_large=BODY.too_large,
     images=_images,

@@ -1,11 +1,13 @@
 // The sm80 layer of the forward body on the CPU.
-#include "arch/host/forward.h"
+#include "arch/host/run.h"
 #include "arch/sm80/arch.h"
 #include "arch/host/isa_nvidia.h"
+#include "kernels/attention_forward.h"
 #include "config.h"
 
 extern "C" int xattn_forward(const xattn::ForwardParams* params, xattn::u32 blocks, xattn::u64 seed, char* message,
                              int message_size) {
     using Arch = xattn::Sm80<xattn::IsaHostNvidia>;
-    return xattn::host::run_forward<Arch, xattn::Config>(*params, blocks, seed, message, message_size);
+    using Kernel = xattn::AttentionForward<Arch, xattn::Config>;
+    return xattn::host::run<Arch, Kernel>(*params, blocks, seed, message, message_size);
 }

@@ -9,6 +9,7 @@ struct IsaHostAmd : IsaHostLanes<64> {
     static constexpr int kWave = 64;
 
     static void store_shared(u32 at, const Chunk& c) { std::memcpy(Block::current->at(at, 16), &c, 16); }
+    using IsaHostLanes::store_shared;
     static void store_shared(u32 at, u32 x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
     static void load_shared(u32 (&x)[2], u32 at) { std::memcpy(x, Block::current->at(at, 8), 8); }
     static u32 load_shared16(u32 at) {

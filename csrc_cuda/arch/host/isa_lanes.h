@@ -49,6 +49,25 @@ struct IsaHostLanes {
     static u32 pack(Element, float low, float high) {
         return u32(host::round_to<Element>(low)) | u32(host::round_to<Element>(high)) << 16;
     }
+    static void store_shared(u32 at, float x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
+    static float load_shared_float(u32 at) {
+        float x;
+        std::memcpy(&x, Block::current->at(at, 4), 4);
+        return x;
+    }
+    static void load_shared_floats(float (&x)[4], u32 at) { std::memcpy(x, Block::current->at(at, 16), 16); }
+
+    // Thread blocks run one after the other.
+    static void device_fence() {}
+    static u32 atomic_add(u32* at, u32 x) {
+        const u32 old = *at;
+        *at += x;
+        return old;
+    }
+    static void store_global(float* at, const float (&x)[4]) { std::memcpy(at, x, 16); }
+    static float load_fresh(const float* at) { return *at; }
+    static void load_fresh(float (&x)[4], const float* at) { std::memcpy(x, at, 16); }
+
     template <class Element>
     static float widen(Element x) {
         return host::to_float(x);

@@ -17,6 +17,7 @@ struct IsaHostNvidia : IsaHostLanes<32> {
     static void cp_async_wait() {
         Block::current->copy_wait(n);
     }
+    using IsaHostLanes::store_shared;
     static void store_shared(u32 at, u32 x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
     static Chunk load_shared(u32 at) {
         Chunk c;

@@ -83,6 +83,40 @@ struct IsaSm80 {
         return c;
     }
 
+    XATTN_DEVICE static void store_shared(u32 at, float x) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+    }
+    XATTN_DEVICE static float load_shared_float(u32 at) {
+        float x;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+        return x;
+    }
+    XATTN_DEVICE static void load_shared_floats(float (&x)[4], u32 at) {
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                     : "r"(at)
+                     : "memory");
+    }
+
+    // ---- between thread blocks; loads do not look into the first-level cache
+    XATTN_DEVICE static void device_fence() { __threadfence(); }
+    XATTN_DEVICE static u32 atomic_add(u32* at, u32 x) { return atomicAdd(at, x); }
+    XATTN_DEVICE static void store_global(float* at, const float (&x)[4]) {
+        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                     : "memory");
+    }
+    XATTN_DEVICE static float load_fresh(const float* at) {
+        float x;
+        asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+        return x;
+    }
+    XATTN_DEVICE static void load_fresh(float (&x)[4], const float* at) {
+        asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                     : "l"(at)
+                     : "memory");
+    }
+
     // ---- matrices: four 8 x 8 of 16-bit elements; lane 8 m + r gives the address of row r of matrix m
     XATTN_DEVICE static void ldmatrix(u32 (&x)[4], u32 at) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -474,7 +474,7 @@ struct Sm90Forward {
         XATTN_DEVICE Limits limits(const Span& span, s32 n) const {
             if (span.is_whole(n)) return {};
             const u32 at = buffers.work(span.slot);
-            return S::limits(Work::Keys::at(at).visible(p), first_row(Work::Rows::at(at)), lane(), n * kTileN);
+            return S::limits(p, Work::Keys::at(at).visible(p), first_row(Work::Rows::at(at)), lane(), n * kTileN);
         }
 
         XATTN_DEVICE bool softmax(const Span& span, s32 n, const Limits& seen, float (&factor)[2]) {

@@ -59,6 +59,27 @@ struct IsaCdna {
         return {{x[0], x[1], x[2], x[3]}};
     }
 
+    XATTN_DEVICE static void store_shared(u32 at, float x) { *local<float>(at) = x; }
+    XATTN_DEVICE static float load_shared_float(u32 at) { return *local<float>(at); }
+    XATTN_DEVICE static void load_shared_floats(float (&x)[4], u32 at) {
+        const float4 y = *local<float4>(at);
+        x[0] = y[0], x[1] = y[1], x[2] = y[2], x[3] = y[3];
+    }
+
+    // ---- between thread blocks: the fences write back and drop what the caches of a chiplet hold alone
+    XATTN_DEVICE static void device_fence() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "agent"); }
+    XATTN_DEVICE static u32 atomic_add(u32* at, u32 x) {
+        return __hip_atomic_fetch_add(at, x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+    }
+    XATTN_DEVICE static void store_global(float* at, const float (&x)[4]) {
+        *reinterpret_cast<float4*>(at) = float4{x[0], x[1], x[2], x[3]};
+    }
+    XATTN_DEVICE static float load_fresh(const float* at) { return *at; }
+    XATTN_DEVICE static void load_fresh(float (&x)[4], const float* at) {
+        const float4 y = *reinterpret_cast<const float4*>(at);
+        x[0] = y[0], x[1] = y[1], x[2] = y[2], x[3] = y[3];
+    }
+
     // ---- matrices: d += A B, four 16-bit elements of A and of B a lane
     XATTN_DEVICE static void mfma_16x16x16(fp16, float* d, const u32* a, const u32* b) {
         typedef _Float16 half4 __attribute__((ext_vector_type(4)));

@@ -1,0 +1,78 @@
+// Keys and values of a paged cache: where the token at a position lies, and the copying of tiles of them.
+#pragma once
+
+#include "kernels/sequence.h"
+#include "kernels/tile_copy.h"
+
+namespace xattn {
+
+// The pages of one sequence. What the table holds behind the sequence's length is never read.
+struct PageTable {
+    const ForwardParams* p;
+    s64 row;  // where the sequence begins in it
+
+    XATTN_DEVICE static PageTable of(const ForwardParams& p, s32 sequence) {
+        return {&p, sequence * p.page_table_stride};
+    }
+
+    struct Place {
+        s32 page, slot;  // page -1: the table holds no page of the cache there, which is reported
+        XATTN_DEVICE const u16* in(const u16* cache, const Operand& x) const {
+            return cache + page * x.batch_stride + slot * x.row_stride;
+        }
+    };
+    XATTN_DEVICE Place at(s32 position) const {
+        const u32 column = quotient(u32(position), p->page_size);
+        const s64 page = index_at(p->page_table, p->index64 & 8, row + column);
+        if (page < 0 || page >= p->num_pages) {
+            if (p->status) p->status[int(Status::page_table)] = 1;
+            return {-1, 0};
+        }
+        return {s32(page), s32(position - column * p->page_size.value)};
+    }
+};
+
+// A thread's part in copying tiles of kRows keys, each found through the page table, in chunks of 16 bytes. Keys from
+// `valid_rows` on, those whose page does not exist, and columns from `valid_cols` on become 0.
+template <class Arch, int kThreads, int kRows, int kCols>
+struct PageCopy {
+    using Layout = TileLayout<kRows, kCols>;
+    static constexpr int kPerRow = kCols / 8, kChunks = kRows * kPerRow;
+
+    const u16* cache;  // at the head
+    const Operand& x;
+    s32 position;  // of the tile's first key
+    s32 valid_cols;
+    int thread;
+    PageTable table;
+
+    XATTN_DEVICE PageCopy(const u16* data, const Operand& operand, s32 position0, s32 cols, int thread_)
+        : cache(data), x(operand), position(position0), valid_cols(cols), thread(thread_), table{nullptr, 0} {}
+
+    XATTN_DEVICE void start(typename Arch::Shared tile, s32 valid_rows) const {
+        XATTN_UNROLL
+        for (int n = 0; n < (kChunks + kThreads - 1) / kThreads; ++n) {
+            const int index = thread + n * kThreads, row = index / kPerRow, col = index % kPerRow * 8;
+            if (kChunks % kThreads != 0 && index >= kChunks) break;
+            PageTable::Place place{-1, 0};
+            if (row < valid_rows && col < valid_cols) place = table.at(position + row);
+            const bool valid = place.page >= 0;
+            Arch::copy_async(tile, Layout::chunk_at(row, col), valid ? place.in(cache, x) + col : cache, valid);
+        }
+    }
+    XATTN_DEVICE void move(s32 rows) { position += rows; }
+};
+
+// How a kernel copies keys.
+template <class Arch, bool kPaged, int kThreads, int kRows, int kCols>
+struct KeyCopyOf {
+    using Type = TileCopy<Arch, kThreads, kRows, kCols>;
+};
+template <class Arch, int kThreads, int kRows, int kCols>
+struct KeyCopyOf<Arch, true, kThreads, kRows, kCols> {
+    using Type = PageCopy<Arch, kThreads, kRows, kCols>;
+};
+template <class Arch, class Config, int kThreads, int kRows, int kCols>
+using KeyCopy = typename KeyCopyOf<Arch, Config::paged, kThreads, kRows, kCols>::Type;
+
+}  // namespace xattn

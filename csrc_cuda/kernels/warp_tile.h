@@ -1,0 +1,110 @@
+// What a warp carries from key block to key block: scores, output and softmax of its rows, and the steps that work on
+// them.
+#pragma once
+
+#include "kernels/softmax.h"
+
+namespace xattn {
+
+// S: the Scores. kRowGroups: 16-row groups of the warp. The layouts are those of the tiles in shared memory.
+template <class Arch, class Config, class S, int kRowGroups, class LayoutQ, class LayoutK, class LayoutV>
+struct WarpTile {
+    using Element = typename Config::Element;
+    using Accumulator = typename Arch::Accumulator;  // a 16 x 16 tile of float32
+    using OperandA = typename Arch::OperandA;        // 16 rows x 16
+    using OperandB = typename Arch::OperandB;        // 16 keys x 16
+    using Shared = typename Arch::Shared;
+    static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v, kKeyGroups = Config::tile_n / 16;
+    static constexpr int kRows = Arch::kRowsPerLane;  // rows a lane holds of a group
+    static constexpr bool kKeepQ = Config::keep_q;    // Q in registers instead of reading it again for every block
+
+    Accumulator acc_s[kRowGroups][kKeyGroups];
+    Accumulator acc_o[kRowGroups][kDimV / 16];
+    OperandA q[kKeepQ ? kRowGroups : 1][kKeepQ ? kDim / 16 : 1];
+    Softmax<Arch, S, kRows> soft[kRowGroups];
+
+    XATTN_DEVICE void softmax_reset() {
+        XATTN_UNROLL
+        for (int g = 0; g < kRowGroups; ++g) soft[g].reset();
+    }
+    XATTN_DEVICE void clear_output() {
+        XATTN_UNROLL
+        for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+        for (int d = 0; d < kDimV / 16; ++d) acc_o[g][d].clear();
+    }
+    XATTN_DEVICE void keep_q(Shared pq) {
+        XATTN_UNROLL
+        for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+        for (int c = 0; c < kDim / 16; ++c) q[kKeepQ ? g : 0][kKeepQ ? c : 0] = load_q(pq, g, c);
+    }
+    XATTN_DEVICE static OperandA load_q(Shared pq, int g, int c) {
+        return Arch::template load_rows<LayoutQ>(pq, g * 16, c * 16);
+    }
+
+    // acc_s = Q K^T
+    XATTN_DEVICE void multiply_qk(Shared pq, Shared pk) {
+        XATTN_UNROLL
+        for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+        for (int n = 0; n < kKeyGroups; ++n) acc_s[g][n].clear();
+        XATTN_UNROLL
+        for (int c = 0; c < kDim / 16; ++c) {
+            OperandA a[kRowGroups];
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) a[g] = kKeepQ ? q[kKeepQ ? g : 0][kKeepQ ? c : 0] : load_q(pq, g, c);
+            XATTN_UNROLL
+            for (int n = 0; n < kKeyGroups; ++n) {
+                const OperandB b = Arch::template load_keys<LayoutK>(pk, n * 16, c * 16);
+                XATTN_UNROLL
+                for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_s[g][n], a[g], b);
+            }
+        }
+    }
+
+    // Scores become weights, relative to each row's reference; the output follows where a reference moves.
+    XATTN_DEVICE void softmax(const S& scores, s32 key0, bool whole) {
+        XATTN_UNROLL
+        for (int g = 0; g < kRowGroups; ++g) {
+            scores.modify(acc_s[g], g, key0);
+            if (!whole) scores.mask(acc_s[g], g, key0);
+            float largest[kRows], factor[kRows];
+            XATTN_UNROLL
+            for (int r = 0; r < kRows; ++r) largest[r] = -Arch::infinity();
+            XATTN_UNROLL
+            for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
+            for (int e = 0; e < Arch::kElements; ++e)
+                largest[Arch::row_slot(e)] = Arch::max(largest[Arch::row_slot(e)], acc_s[g][n].x[e]);
+            S::to_scores(scores.p, largest);
+            if (soft[g].move_reference(largest, factor)) {
+                XATTN_UNROLL
+                for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
+                for (int e = 0; e < Arch::kElements; ++e) acc_o[g][d].x[e] *= factor[Arch::row_slot(e)];
+            }
+            XATTN_UNROLL
+            for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
+            for (int e = 0; e < Arch::kElements; ++e) {
+                const int r = Arch::row_slot(e);
+                const float w = S::weight(scores.p, acc_s[g][n].x[e], soft[g].base(r));
+                acc_s[g][n].x[e] = w;
+                soft[g].row_sum[r] += w;
+            }
+        }
+    }
+
+    // acc_o += P V
+    XATTN_DEVICE void multiply_pv(Shared pv) {
+        XATTN_UNROLL
+        for (int n = 0; n < kKeyGroups; ++n) {
+            OperandA a[kRowGroups];
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) a[g] = Arch::template weights<Element>(acc_s[g][n]);
+            XATTN_UNROLL
+            for (int d = 0; d < kDimV / 16; ++d) {
+                const OperandB b = Arch::template load_values<LayoutV>(pv, n * 16, d * 16);
+                XATTN_UNROLL
+                for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_o[g][d], a[g], b);
+            }
+        }
+    }
+};
+
+}  // namespace xattn

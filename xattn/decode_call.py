@@ -1,0 +1,127 @@
+"""Paged calls with few queries: the decode kernel (csrc_cuda/kernels/attention_decode.h), from the inputs to one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from . import forward_call
+from .device import of as device_of
+from .forward_call import Fields, ForwardBody
+from .images import ImageSpec
+from .inputs import Inputs
+from .kernel_call import Call, Output, Shape, slot
+from .launch_params import ForwardParams
+from .problem import Problem, SizeBucket
+
+TILE_M = 16
+_TILE_NAMES = ("tile_n", "num_warps", "num_stages", "min_blocks")
+_MOST_ROWS = 64  # queries times heads that share a key head: more go to the forward body
+# kDecodeTiles and kDecodeSplits of attention_decode.h.
+_SPLIT_TILES, _MOST_SPLITS = 512, 128
+
+
+@dataclass(frozen=True)
+class DecodeBody:
+    """A layer of the decode kernel. ``tiles``: rows (largest head dimension, *_TILE_NAMES); min_blocks are on a
+    multiprocessor at once."""
+
+    entry: str
+    warp_size: int
+    tiles: tuple[tuple[int, int, int, int, int], ...]
+
+    def tile(self, head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
+        """The part of a configuration that the head dimensions decide; images exist for multiples of 32."""
+        dims = [(n + 31) // 32 * 32 for n in (head_dim, head_dim_v)]
+        row = next(row for row in self.tiles if max(dims) <= row[0])
+        return (("head_dim", dims[0]), ("head_dim_v", dims[1]), *zip(_TILE_NAMES, row[1:], strict=True))
+
+    def fields(self, element: tuple[str, str], sizes: Fields, chosen: Fields) -> Fields:
+        keep_q = int(dict(sizes)["head_dim"]) <= 128  # registers for it
+        return (element, *sizes, ("keep_q", keep_q), *chosen)
+
+    def images(self, arch: str) -> Iterator[ImageSpec]:
+        """Every configuration for an architecture."""
+        dims = range(32, self.tiles[-1][0] + 1, 32)
+        for d, dv in product(dims, dims):
+            for name, chosen in forward_call.variants(paged=True):
+                yield ImageSpec(self.entry, self.fields(("element", name), self.tile(d, dv), chosen), arch)
+
+    def shared_bytes(self, sizes: Fields) -> int:
+        """kSharedBytes of attention_decode.h."""
+        c = {name: int(value) for name, value in sizes if not isinstance(value, str)}
+        rings = c["num_warps"] * c["num_stages"] * c["tile_n"] * (c["head_dim"] + c["head_dim_v"]) * 2
+        parts = c["num_warps"] * 4 * TILE_M * (c["head_dim_v"] + 6) + 16
+        return max(2 * TILE_M * c["head_dim"] + rings, parts)
+
+
+def serves(problem: Problem, size: SizeBucket) -> bool:
+    """Whether the decode kernel is the faster one."""
+    return problem.kind == "paged" and size.seqlen_q * problem.gqa_ratio <= _MOST_ROWS
+
+
+def config(
+    forward: ForwardBody, decode: DecodeBody, problem: Problem, size: SizeBucket
+) -> tuple[tuple[str, object], ...]:
+    """``Backend.config`` of a backend with both bodies."""
+    dims = problem.head_dim, problem.head_dim_v
+    if serves(problem, size):
+        return forward_call.plan_config((("kernel", "decode"), *decode.tile(*dims)), problem)
+    return forward_call.plan_config(forward.tile(*dims), problem)
+
+
+def prepare(
+    forward: ForwardBody, decode: DecodeBody, inputs: Inputs, options: tuple[tuple[str, object], ...]
+) -> tuple[Call, dict[str, Tensor]]:
+    """``Backend.prepare`` of a backend with both bodies. Where a sequence's result must not depend on the others, one
+    kernel answers whatever the longest one is."""
+    invariant = inputs.kind == "paged" and inputs.batch_invariant
+    if dict(options).get("kernel") == "decode" or invariant:
+        return _prepare(decode, inputs)
+    return forward_call.prepare(forward, inputs, options)
+
+
+def _prepare(body: DecodeBody, x: Inputs) -> tuple[Call, dict[str, Tensor]]:
+    sizes = body.tile(x.head_dim, x.head_dim_v)
+    c = dict(sizes)
+    described = forward_call.describe(x, TILE_M, 1, forward_call.direct)
+    p = described.params
+    rows = x.seqlen_q * (x.num_heads_q // x.num_heads_kv)
+    p.m_blocks = max(-(-rows // TILE_M), int(x.packed))
+    tiles = p.sequences * x.num_heads_kv * p.m_blocks
+    at = device_of(x.q.device)
+    p.num_splits = splits(x, tiles, c["tile_n"], c["num_warps"], at.sm_count * c["min_blocks"])
+    p.queue = -1
+    outputs = described.outputs
+    if p.num_splits > 1:
+        parts = (tiles, p.num_splits, TILE_M, c["head_dim_v"] + 2)
+        outputs = (*outputs, Output(slot(ForwardParams, "partials"), parts, torch.float32))
+    fields = body.fields(forward_call.element(x), sizes, forward_call.switches(x, described.mask))
+    image, another = forward_call.choose(body.entry, fields, at.arch)
+    call = Call(
+        image=image,
+        symbol="xattn_decode",
+        device=x.q.device,
+        shape=Shape((tiles * p.num_splits, 1, 1), (body.warp_size * c["num_warps"], 1, 1), body.shared_bytes(fields)),
+        params=p,
+        slots=described.slots(),
+        outputs=outputs,
+        aligned=3,
+        other_image=another,
+        queue=slot(ForwardParams, "queue") if p.num_splits > 1 else None,
+    )
+    return call, described.tensors
+
+
+def splits(x: Inputs, tiles: int, tile_n: int, num_warps: int, blocks_at_once: int) -> int:
+    """Parts that the keys of each tile are cut into, so that every multiprocessor has work, from what the host knows:
+    lengths are on the device."""
+    if x.batch_invariant or not 0 < tiles <= _SPLIT_TILES:
+        return 1
+    key_blocks = -(-x.seqlen_k // tile_n)
+    wanted = blocks_at_once // tiles if x.num_splits is None else x.num_splits
+    return max(1, min(wanted, -(-key_blocks // num_warps), _MOST_SPLITS))
