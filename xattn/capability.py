@@ -74,7 +74,7 @@ class Capability:
     ``archs`` empty means any of the vendors', ``least_arch`` that one and all newer of NVIDIA's. ``only_with``
     non-empty means that the backend answers only problems that use one of those features. ``needs`` names Python
     modules without which it cannot run on this machine's devices. ``nonempty``: it wants at least one query and one
-    key.
+    key. ``as_it_lies``: kinds of calls of which it copies nothing, so that q, k and v must lie as kernels read them.
     """
 
     vendors: frozenset[str] = frozenset()
@@ -92,10 +92,11 @@ class Capability:
     only_with: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
     nonempty: bool = False
+    as_it_lies: frozenset[str] = frozenset()
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: sets as sorted lists."""
-        orders = {"kinds": KINDS, "features": FEATURES, "grads": GRADS}
+        orders = {"kinds": KINDS, "as_it_lies": KINDS, "features": FEATURES, "grads": GRADS}
         found: dict[str, object] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -145,6 +146,8 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
         found.append(Refusal("head_dim_v", "head_dim_v", p.head_dim_v, (c.head_dim_v,)))
     if c.same_head_dim and p.head_dim != p.head_dim_v:
         found.append(Refusal("head_dim_v", "head_dim_v", p.head_dim_v, (p.head_dim,)))
+    if p.kind in c.as_it_lies and not p.direct:
+        found.append(Refusal("layout", "strides of q, k or v", "given", ("vectors at multiples of 16 bytes",)))
     used = p.features()
     found += [
         Refusal("feature", name, "given", _sorted(c.features, FEATURES)) for name in used if name not in c.features

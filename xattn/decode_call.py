@@ -1,4 +1,4 @@
-"""Paged calls with few queries: the decode kernel (csrc_cuda/kernels/attention_decode.h), from the inputs to one launch."""
+"""Paged calls with few queries: the decode kernel (csrc_cuda/kernels/attention_decode.h), from inputs to one launch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class DecodeBody:
         return (("head_dim", dims[0]), ("head_dim_v", dims[1]), *zip(_TILE_NAMES, row[1:], strict=True))
 
     def fields(self, element: tuple[str, str], sizes: Fields, chosen: Fields) -> Fields:
-        keep_q = int(dict(sizes)["head_dim"]) <= 128  # registers for it
-        return (element, *sizes, ("keep_q", keep_q), *chosen)
+        keep_q = int(dict(sizes)["head_dim"]) <= 64  # registers for it
+        return (element, *sizes, ("keep_q", keep_q), ("paged", True), *chosen)
 
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""

@@ -52,9 +52,12 @@ CAPABILITY = Capability(
     ),
 )
 
-# What the shared body and its decode kernel answer.
+# What the shared body and its decode kernel answer. A cache is not copied to be read: it is as large as the memory.
 SHARED_CAPABILITY = replace(
-    CAPABILITY, kinds=CAPABILITY.kinds | {"paged"}, features=CAPABILITY.features | {"attn_mask_tree"}
+    CAPABILITY,
+    kinds=CAPABILITY.kinds | {"paged"},
+    features=CAPABILITY.features | {"attn_mask_tree"},
+    as_it_lies=frozenset({"paged"}),
 )
 
 # What the 32-bit numbers of csrc_cuda hold. Blocks that take tile after tile count beyond the last one by two grids at
@@ -99,7 +102,7 @@ class ForwardBody:
         tile = dict(self.tile(problem.head_dim, problem.head_dim_v))
         threads = self.warp_size * tile["num_warps"]
         most = MOST_TILES if self.most_threads is None else min(MOST_TILES, self.most_threads // threads)
-        return too_large(problem, size, tile["tile_m"], most) + copies(problem)
+        return too_large(problem, size, tile["tile_m"], most)
 
     def missing(self, device: Device) -> str:
         """``Backend.missing``."""
@@ -133,14 +136,6 @@ def too_large(
         (f"tiles of {tile_m} rows", tiles * size.num_heads_q, most_tiles),
     )
     return tuple(Refusal("large", name, got, (f"up to {most}",)) for name, got, most in counts if got > most)
-
-
-def copies(problem: Problem) -> tuple[Refusal, ...]:
-    """A cache is not copied to be read: it is as large as the memory holds."""
-    if problem.kind != "paged" or problem.direct:
-        return ()
-    wanted = "vectors that start at multiples of 16 bytes, with a last stride of 1"
-    return (Refusal("layout", "q, k_cache, v_cache", "other strides", (wanted,)),)
 
 
 @dataclass(frozen=True)

@@ -147,27 +147,40 @@ struct AttentionDecode {
         XATTN_DEVICE void start(Shared stage, s32 n) const {
             const u16* k = static_cast<const u16*>(p.k.data) + head * p.k.head_stride;
             const u16* v = static_cast<const u16*>(p.v.data) + head * p.v.head_stride;
+            const s32 key0 = n * kTileN;
             if constexpr (kDim == kDimV) {  // each key is looked up once for both
-                constexpr int per_row = kDim / 8, chunks = kTileN * per_row;
-                XATTN_UNROLL
-                for (int i = 0; i < (chunks + Arch::kWarpSize - 1) / Arch::kWarpSize; ++i) {
-                    const int index = lane + i * Arch::kWarpSize, row = index / per_row, col = index % per_row * 8;
-                    if (chunks % Arch::kWarpSize != 0 && index >= chunks) break;
-                    PageTable::Place place{-1, 0};
-                    if (n * kTileN + row < seqlen_k) place = table.at(n * kTileN + row);
-                    const bool valid = place.page >= 0, valid_k = valid && col < p.head_dim,
-                               valid_v = valid && col < p.head_dim_v;
-                    const u32 at = LayoutK::chunk_at(row, col);
-                    Arch::copy_async(stage, at, valid_k ? place.in(k, p.k) + col : k, valid_k);
-                    Arch::copy_async(stage + LayoutK::bytes, at, valid_v ? place.in(v, p.v) + col : v, valid_v);
-                }
+                each_chunk<kDim>(key0, [&](int row, int col, PageTable::Place at) {
+                    copy<LayoutK>(stage, k, p.k, row, col, at, p.head_dim);
+                    copy<LayoutV>(stage + LayoutK::bytes, v, p.v, row, col, at, p.head_dim_v);
+                });
             } else {
-                PageCopy<Arch, Arch::kWarpSize, kTileN, kDim> copy_k(k, p.k, n * kTileN, p.head_dim, lane);
-                PageCopy<Arch, Arch::kWarpSize, kTileN, kDimV> copy_v(v, p.v, n * kTileN, p.head_dim_v, lane);
-                copy_k.table = copy_v.table = table;
-                copy_k.start(stage, seqlen_k - n * kTileN);
-                copy_v.start(stage + LayoutK::bytes, seqlen_k - n * kTileN);
+                each_chunk<kDim>(key0, [&](int row, int col, PageTable::Place at) {
+                    copy<LayoutK>(stage, k, p.k, row, col, at, p.head_dim);
+                });
+                each_chunk<kDimV>(key0, [&](int row, int col, PageTable::Place at) {
+                    copy<LayoutV>(stage + LayoutK::bytes, v, p.v, row, col, at, p.head_dim_v);
+                });
             }
+        }
+
+        // The lane's chunks of a block of rows of kCols elements.
+        template <int kCols, class Act>
+        XATTN_DEVICE void each_chunk(s32 key0, Act act) const {
+            constexpr int per_row = kCols / 8, chunks = kTileN * per_row, lanes = Arch::kWarpSize;
+            XATTN_UNROLL
+            for (int i = 0; i < (chunks + lanes - 1) / lanes; ++i) {
+                const int index = lane + i * lanes, row = index / per_row, col = index % per_row * 8;
+                if (chunks % lanes != 0 && index >= chunks) break;
+                PageTable::Place at{-1, 0};
+                if (key0 + row < seqlen_k) at = table.at(key0 + row);
+                act(row, col, at);
+            }
+        }
+        template <class Layout>
+        XATTN_DEVICE static void copy(Shared tile, const u16* cache, const Operand& x, int row, int col,
+                                      PageTable::Place at, s32 cols) {
+            const bool valid = at.page >= 0 && col < cols;
+            Arch::copy_async(tile, Layout::chunk_at(row, col), valid ? at.in(cache, x) + col : cache, valid);
         }
     };
 

@@ -32,32 +32,30 @@ struct PageTable {
     }
 };
 
-// A thread's part in copying tiles of kRows keys, each found through the page table, in chunks of 16 bytes. Keys from
-// `valid_rows` on, those whose page does not exist, and columns from `valid_cols` on become 0.
+// A thread's part in copying tiles of kRows keys, each found through the page table; as TileCopy otherwise. Keys whose
+// page does not exist become 0.
 template <class Arch, int kThreads, int kRows, int kCols>
-struct PageCopy {
-    using Layout = TileLayout<kRows, kCols>;
-    static constexpr int kPerRow = kCols / 8, kChunks = kRows * kPerRow;
-
-    const u16* cache;  // at the head
+struct PageCopy : TileCopy<Arch, kThreads, kRows, kCols> {
+    using Base = TileCopy<Arch, kThreads, kRows, kCols>;
     const Operand& x;
-    s32 position;  // of the tile's first key
-    s32 valid_cols;
-    int thread;
+    s32 position;  // of the thread's first key
     PageTable table;
 
-    XATTN_DEVICE PageCopy(const u16* data, const Operand& operand, s32 position0, s32 cols, int thread_)
-        : cache(data), x(operand), position(position0), valid_cols(cols), thread(thread_), table{nullptr, 0} {}
+    XATTN_DEVICE PageCopy(const u16* cache, const Operand& operand, s32 position0, s32 valid_cols, int thread)
+        : Base(cache, operand, -(thread / Base::kPerRow), valid_cols, thread),  // its column in the first page
+          x(operand),
+          position(position0 + thread / Base::kPerRow),
+          table{nullptr, 0} {}
 
     XATTN_DEVICE void start(typename Arch::Shared tile, s32 valid_rows) const {
+        const s32 left = this->in_cols ? valid_rows - this->row : 0;
         XATTN_UNROLL
-        for (int n = 0; n < (kChunks + kThreads - 1) / kThreads; ++n) {
-            const int index = thread + n * kThreads, row = index / kPerRow, col = index % kPerRow * 8;
-            if (kChunks % kThreads != 0 && index >= kChunks) break;
+        for (int r = 0; r < kRows; r += Base::kStep) {
+            if (this->ends(r)) break;
             PageTable::Place place{-1, 0};
-            if (row < valid_rows && col < valid_cols) place = table.at(position + row);
+            if (r < left) place = table.at(Arch::fresh(position) + r);
             const bool valid = place.page >= 0;
-            Arch::copy_async(tile, Layout::chunk_at(row, col), valid ? place.in(cache, x) + col : cache, valid);
+            Arch::copy_async(tile, this->target_at(r), valid ? place.in(this->source, x) : this->source, valid);
         }
     }
     XATTN_DEVICE void move(s32 rows) { position += rows; }

@@ -70,10 +70,16 @@ struct TileCopy {
         const s32 left = in_cols ? valid_rows - row : 0;  // rows that exist from this thread's first on
         XATTN_UNROLL
         for (int r = 0; r < kRows; r += kStep) {
-            if ((kActive != kThreads || kRows % kStep != 0) && row + r >= kRows) break;
-            const u32 turn = kStep == 4 ? (r & 4) * (Layout::chunks == 8 ? 16 : 8) : 0;
-            Arch::copy_async(tile, (target ^ turn) + r * Layout::width * 2, source + s64(r) * stride, r < left);
+            if (ends(r)) break;
+            Arch::copy_async(tile, target_at(r), source + s64(r) * stride, r < left);
         }
+    }
+
+    // Of this thread's row r below its first: whether it lies behind the tile, and its place in it.
+    XATTN_DEVICE bool ends(int r) const { return (kActive != kThreads || kRows % kStep != 0) && row + r >= kRows; }
+    XATTN_DEVICE u32 target_at(int r) const {
+        const u32 turn = kStep == 4 ? (r & 4) * (Layout::chunks == 8 ? 16 : 8) : 0;
+        return (target ^ turn) + r * Layout::width * 2;
     }
     XATTN_DEVICE void move(s32 rows) { source += s64(rows) * row_stride; }
 };

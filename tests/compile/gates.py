@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xattn.backends import cdna, sm80
-from xattn.forward_call import TILE_NAMES
 from xattn.images import ConfigValue, ImageSpec
 
 Config = tuple[tuple[str, ConfigValue], ...]
@@ -53,26 +52,26 @@ VARIANTS: dict[str, dict[str, ConfigValue]] = {
     "added16": {"attn_mask": "added16"},
     "added32": {"attn_mask": "added32"},
 }
+PAGED_VARIANTS: dict[str, dict[str, ConfigValue]] = {
+    "": {},
+    "softcap alibi tree": {"softcap": True, "alibi": True, "attn_mask": "tree"},
+}
+_PLAIN: dict[str, ConfigValue] = {"any_scale": False, "softcap": False, "alibi": False, "attn_mask": "none"}
 
 
 def spec(name: str, arch: str) -> ImageSpec:
-    """The image of a cell of GATES: "d128 softcap alibi" is the tile of head_dim 128 with that variant."""
-    dim, _, variant = name.partition(" ")
-    entry = ARCHS[arch].entry
-    tiles = (sm80 if entry == _SM80 else cdna).BODY.tiles
-    row = next(row for row in tiles if int(dim[1:]) <= row[0])
-    config: dict[str, ConfigValue] = {
-        "element": "bf16",
-        "head_dim": int(dim[1:]),
-        "head_dim_v": int(dim[1:]),
-        **dict(zip(TILE_NAMES, row[1:], strict=True)),
-        "keep_q": False,
-        "any_scale": False,
-        "softcap": False,
-        "alibi": False,
-        "attn_mask": "none",
-    }
-    return ImageSpec(entry, tuple({**config, **VARIANTS[variant]}.items()), arch)
+    """The image of a cell of GATES: "d128 softcap alibi" is the tile of head_dim 128 with that variant, "paged d128"
+    and "decode d128" those that read pages."""
+    words = name.split(" ", 2) if name.startswith(("paged", "decode")) else ["", *name.split(" ", 1)]
+    kind, dim, variant = (*words, "")[:3]
+    backend = sm80 if ARCHS[arch].entry == _SM80 else cdna
+    changed = (PAGED_VARIANTS if kind else VARIANTS)[variant]
+    chosen = tuple((name, changed.get(name, value)) for name, value in _PLAIN.items())
+    element = ("element", str(changed.get("element", "bf16")))
+    forward, decode, dims = backend.BODY, backend.DECODE, (int(dim[1:]), int(dim[1:]))
+    if kind == "decode":
+        return ImageSpec(decode.entry, decode.fields(element, decode.tile(*dims), chosen), arch)
+    return ImageSpec(forward.entry, forward.fields(element, forward.tile(*dims), kind == "paged", chosen), arch)
 
 
 # Shipped images: every variant. NVRTC 12.9, 13.0 and 13.5 use the same. 255 registers are all that a thread can have;
@@ -89,6 +88,14 @@ _SHIPPED = {
     "d128 added32": (255, 340),
     "d256": (255, 0),
     "d256 softcap alibi": (255, 0),
+    "paged d64": (255, 96),
+    "paged d128": (255, 80),
+    "paged d128 softcap alibi tree": (255, 248),
+    "paged d256": (255, 0),
+    "decode d64": (168, 0),
+    "decode d128": (168, 0),
+    "decode d128 softcap alibi tree": (168, 160),
+    "decode d256": (255, 212),
 }
 
 # Images compiled at first use; compilers and architectures differ by some tens of bytes.
@@ -110,6 +117,14 @@ _CDNA_GATES = {
     "d128 added32": (129, 8),
     "d256": (168, 0),
     "d256 softcap alibi": (168, 2),
+    "paged d64": (128, 0),
+    "paged d128": (128, 0),
+    "paged d128 softcap alibi tree": (140, 8),
+    "paged d256": (168, 0),
+    "decode d64": (128, 0),
+    "decode d128": (128, 0),
+    "decode d128 softcap alibi tree": (136, 8),
+    "decode d256": (168, 0),
 }
 
 GATES: dict[tuple[str, str], Gate] = {

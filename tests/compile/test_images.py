@@ -6,10 +6,10 @@ import re
 
 import pytest
 from compile import nvrtc, resources
-from compile.gates import ARCHS, GATES, VARIANTS, spec
+from compile.gates import ARCHS, GATES, PAGED_VARIANTS, VARIANTS, spec
 
 from xattn import jit
-from xattn.backends import sm80
+from xattn.backends import cdna, sm80
 from xattn.images import Image, ImageSpec
 
 
@@ -17,12 +17,16 @@ def of_config(spec: ImageSpec, lanes: int) -> dict[str, int]:
     """What the body of a configuration must hold, its loops unrolled: 16 x 16 x 16 products, fragments read from
     shared memory, bytes of shared memory."""
     c = {name: int(value) for name, value in spec.config if not isinstance(value, str)}
-    rows, keys = c["tile_m"] // (16 * c["num_warps"]), c["tile_n"] // 16
+    decode = "tile_m" not in c  # every warp has all the rows
+    rows, keys = 1 if decode else c["tile_m"] // (16 * c["num_warps"]), c["tile_n"] // 16
     dims = [c["head_dim"] // 16, c["head_dim_v"] // 16]
+    body = (cdna if spec.arch.startswith("gfx") else sm80).DECODE
     return {
         "products": rows * keys * sum(dims),
         "fragments": dims[0] * (rows + keys) + keys * dims[1],
-        "shared": 32 * (c["tile_m"] * max(dims) + c["tile_n"] * sum(dims)),
+        "shared": body.shared_bytes(spec.config)
+        if decode
+        else 32 * (c["tile_m"] * max(dims) + c["tile_n"] * sum(dims)),
         "threads": lanes * c["num_warps"],
     }
 
@@ -99,8 +103,11 @@ def test_every_tile_and_variant_has_a_gate():
     for arch in ARCHS:
         names = {name for name, a in GATES if a == arch}
         assert arch == "compute_80" or tiles <= names
-    variants = {name.partition(" ")[2] for name in SHIPPED}
+    variants = {name.partition(" ")[2] for name in SHIPPED if name.startswith("d") and not name.startswith("decode")}
     assert variants == set(VARIANTS)
+    for kind in ("paged", "decode"):
+        found = {" ".join(name.split(" ")[2:]) for name in SHIPPED if name.startswith(kind)}
+        assert found == set(PAGED_VARIANTS)
 
 
 # ---------------------------------------------------------------- the gates themselves

@@ -26,6 +26,7 @@ DEFAULTS = {
     "num_warps": 4,
     "min_blocks": 1,
     "keep_q": False,
+    "paged": False,
     "any_scale": False,
     "softcap": False,
     "alibi": False,

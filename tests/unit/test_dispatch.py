@@ -68,6 +68,13 @@ REFUSALS = {
         H200,
         Refusal("size", "batch, seqlen_q, seqlen_k", (2, 0, 128), ("from 1",)),
     ),
+    "layout": (
+        replace(EVERYTHING, as_it_lies=frozenset({"attention"})),
+        Problem(direct=False),
+        SIZE,
+        H200,
+        Refusal("layout", "strides of q, k or v", "given", ("vectors at multiples of 16 bytes",)),
+    ),
     "dtype": (
         EVERYTHING,
         Problem(dtype="fp32", dtype_kv="fp32", dtype_out="fp32"),

@@ -28,6 +28,7 @@ CONFIG = (
     ("num_warps", 4),
     ("min_blocks", 1),
     ("keep_q", False),
+    ("paged", False),
     ("any_scale", False),
     ("softcap", False),
     ("alibi", False),

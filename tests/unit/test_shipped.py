@@ -52,9 +52,11 @@ def test_without_a_checkout(monkeypatch, tmp_path):
 
 
 def test_everything_holds_every_option():
-    names = ("element", "head_dim", "head_dim_v", "softcap", "alibi", "attn_mask")
-    have = {tuple(dict(spec.config)[n] for n in names) for spec in shipped.everything("sm_80")}
-    assert len(have) == 2 * 8 * 8 * 2 * 2 * 4
+    names = ("element", "head_dim", "head_dim_v", "softcap", "alibi", "attn_mask", "paged")
+    for entry, masks in (("forward", 4 + 2), ("decode", 2)):  # dense and packed calls, and paged ones
+        specs = [s for s in shipped.everything("sm_80") if s.entry == f"arch/sm80/{entry}.cu"]
+        have = {tuple(dict(spec.config)[n] for n in names) for spec in specs}
+        assert len(have) == 2 * 8 * 8 * 2 * 2 * masks
     assert not shipped.everything("sm_75")
 
 
