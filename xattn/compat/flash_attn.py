@@ -18,18 +18,19 @@ reported by xattn.check_errors().
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import paging, rng, status, validate
+from .. import paging, rng, validate
 from ..api import attention, attention_paged, attention_varlen
 from ..errors import UnsupportedError
-from ..rotary import Rotary
-from . import flash_attn_padding, stand_in
+from . import flash_attn_arguments as arguments
+from . import flash_attn_cache as cache
+from . import flash_attn_padding as padding
+from . import stand_in
 
 VERSION = "2.8.4+xattn"  # of the interface
 
@@ -75,7 +76,7 @@ def flash_attn_func(
         out, shaped like q; with return_attn_probs (out, softmax_lse, S_dmask): softmax_lse (batch, nheads, seqlen_q),
         float32; S_dmask (batch, nheads, seqlen_q, seqlen_k) with dropout, else empty. A row that sees no key has out 0.
     """
-    options = _options(
+    options = arguments.options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     )
     return _dense(q, k, v, {}, **options)
@@ -94,8 +95,8 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_func`` with kv (batch, seqlen_k, 2, nheads_k, headdim)."""
-    k, v = _unpacked("kv", kv, "batch", "seqlen_k", 2, "nheads_k", "headdim")
-    options = _options(
+    k, v = arguments.unpacked("kv", kv, "batch", "seqlen_k", 2, "nheads_k", "headdim")
+    options = arguments.options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     )
     return _dense(q, k, v, {"k": "kv", "v": "kv"}, **options)
@@ -113,8 +114,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_func`` with qkv (batch, seqlen, 3, nheads, headdim)."""
-    q, k, v = _unpacked("qkv", qkv, "batch", "seqlen", 3, "nheads", "headdim")
-    options = _options(
+    q, k, v = arguments.unpacked("qkv", qkv, "batch", "seqlen", 3, "nheads", "headdim")
+    options = arguments.options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     )
     return _dense(q, k, v, {"q": "qkv", "k": "qkv", "v": "qkv"}, **options)
@@ -153,7 +154,7 @@ def flash_attn_varlen_func(
         S_dmask (batch, nheads, max_seqlen_q, max_seqlen_k) with dropout, else empty. With dropout and block_table
         S_dmask is refused: FlashAttention 2 defines none.
     """
-    options = _options(
+    options = arguments.options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     )
     if block_table is None:
@@ -170,7 +171,7 @@ def flash_attn_varlen_func(
             "S_dmask of pages"
         )
     names = {"k_cache": "k", "v_cache": "v", "page_table": "block_table", "seqlens_k": "cu_seqlens_k"}
-    out, lse = _named(
+    out, lse = arguments.named(
         names,
         attention_paged,
         *(q, k, v, block_table, cu_seqlens_k.diff()),
@@ -200,9 +201,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` with kv (total_k, 2, nheads_k, headdim)."""
-    k, v = _unpacked("kv", kv, "total_k", 2, "nheads_k", "headdim")
+    k, v = arguments.unpacked("kv", kv, "total_k", 2, "nheads_k", "headdim")
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = _options(
+    options = arguments.options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     )
     return _varlen(q, k, v, *lengths, {"k": "kv", "v": "kv"}, **options)
@@ -222,10 +223,10 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """``flash_attn_varlen_func`` with qkv (total, 3, nheads, headdim) and one ``cu_seqlens`` and ``max_seqlen``."""
-    q, k, v = _unpacked("qkv", qkv, "total", 3, "nheads", "headdim")
+    q, k, v = arguments.unpacked("qkv", qkv, "total", 3, "nheads", "headdim")
     names = {"q": "qkv", "k": "qkv", "v": "qkv"}
     names |= {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
-    options = _options(
+    options = arguments.options(
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     )
     return _varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, names, **options)
@@ -296,7 +297,7 @@ def flash_attn_with_kvcache(
         ("block_table", block_table, 2),
     ):
         if index is not None:
-            _index(name, index, batch, dims, q.device)
+            arguments.index(name, index, batch, dims, q.device)
     if block_table is not None:
         pages = block_table
     elif cache_batch_idx is not None:
@@ -307,16 +308,16 @@ def flash_attn_with_kvcache(
         pages = torch.arange(batch, device=q.device)[:, None]
     table = "block_table" if paged else "k_cache" if cache_batch_idx is None else "cache_batch_idx"
     room = pages.shape[1] * k_cache.shape[1]
-    lengths = _cache_seqlens(cache_seqlens, batch, room, k, q.device)
-    window = _window(window_size)
+    lengths = cache.seqlens(cache_seqlens, batch, room, k, q.device)
+    window = arguments.window(window_size)
     causal = validate.flag("causal", causal)
     with torch.no_grad():
-        q, k = _rotated(q, k, rotary_cos, rotary_sin, rotary_interleaved, lengths, causal or window is not None)
+        q, k = cache.rotated(q, k, rotary_cos, rotary_sin, rotary_interleaved, lengths, causal or window is not None)
         if cache_leftpad is not None:
             new = 0 if k is None else k.shape[1]
-            k_cache, v_cache, pages = _shifted(k_cache, v_cache, pages, table, cache_leftpad, lengths, new)
+            k_cache, v_cache, pages = cache.shifted(k_cache, v_cache, pages, table, cache_leftpad, lengths, new)
             lengths = lengths - cache_leftpad
-        return _named(
+        return arguments.named(
             {
                 "k_new": "k",
                 "v_new": "v",
@@ -331,81 +332,21 @@ def flash_attn_with_kvcache(
             softmax_scale=softmax_scale,
             causal=causal,
             window=window,
-            softcap=_softcap(softcap),
+            softcap=arguments.softcap_from_zero(softcap),
             alibi_slopes=alibi_slopes,
             num_splits=validate.count("num_splits", num_splits) or None,
             return_lse=return_softmax_lse,
         )
 
 
-# ---------------------------------------------------------------- arguments
-def _options(
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    deterministic: Any,
-    return_attn_probs: Any,
-) -> dict[str, Any]:
-    """What the six functions without a cache have in common, in xattn's terms, and return_attn_probs."""
-    return {
-        "dropout_p": validate.number("dropout_p", dropout_p, 0.0, 1.0),
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window": _window(window_size),
-        "softcap": _softcap(softcap),
-        "alibi_slopes": alibi_slopes,
-        "deterministic": validate.flag("deterministic", deterministic) or None,
-        "return_attn_probs": validate.flag("return_attn_probs", return_attn_probs),
-    }
-
-
-def _window(window_size: Any) -> tuple[int | None, int | None] | None:
-    sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
-    allowed = "(left, right), each a distance from 0, or -1 for a side without bound"
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        validate.fail("window_size", repr(window_size), allowed, TypeError)
-    left, right = (validate.count("window_size", n.item() if isinstance(n, Tensor) else n, -1) for n in sides)
-    return None if left == right == -1 else (None if left < 0 else left, None if right < 0 else right)
-
-
-def _softcap(softcap: Any) -> float:
-    return max(validate.number("softcap", softcap), 0.0)
-
-
-def _unpacked(name: str, t: Any, *shape: str | int) -> tuple[Tensor, ...]:
-    """The tensors packed in ``t`` along the dimension whose size ``shape`` gives."""
-    validate.tensor(name, t, optional=False)
-    dim = next(n for n, size in enumerate(shape) if isinstance(size, int))
-    if t.dim() != len(shape) or t.shape[dim] != shape[dim]:
-        validate.fail(name, f"shape {tuple(t.shape)}", f"({', '.join(map(str, shape))})")
-    return t.unbind(dim)
-
-
-def _named(names: Mapping[str, str], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``fn`` called; its errors name the arguments as ``names`` does, and window as window_size."""
-    try:
-        return fn(*args, **kwargs)
-    except (TypeError, ValueError, UnsupportedError) as error:
-        text = str(error)
-        found = re.match(r"[\w, ]+(?=: got)", text)
-        if found is None:
-            raise
-        known = {"window": "window_size", **names}
-        said = dict.fromkeys(known.get(name, name) for name in found[0].split(", "))
-        error.args = (", ".join(said) + text[found.end() :],)
-        raise
-
-
 # ---------------------------------------------------------------- without a cache
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, names: Mapping[str, str], dropout_p: float, return_attn_probs: bool, **options: Any
 ) -> Any:
+    validate.tensor(names.get("q", "q"), q, optional=False)
     pair = rng.draw(q.device) if return_attn_probs and dropout_p > 0 else None
     drop = {"dropout_p": dropout_p, "dropout_rng": pair}
-    found = _named(names, attention, q, k, v, return_lse=return_attn_probs, **drop, **options)
+    found = arguments.named(names, attention, q, k, v, return_lse=return_attn_probs, **drop, **options)
     if not return_attn_probs:
         return found
     if pair is None:
@@ -437,7 +378,7 @@ def _varlen(
     pair = rng.draw(q.device) if return_attn_probs and dropout_p > 0 else None
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     drop = {"dropout_p": dropout_p, "dropout_rng": pair}
-    found = _named(names, attention_varlen, q, k, v, *lengths, return_lse=return_attn_probs, **drop, **options)
+    found = arguments.named(names, attention_varlen, q, k, v, *lengths, return_lse=return_attn_probs, **drop, **options)
     if not return_attn_probs:
         return found
     if pair is None:
@@ -458,103 +399,6 @@ def _varlen(
         return *found, torch.where(rng.keep(pair, dropout_p, *index), padded, -padded)
 
 
-# ---------------------------------------------------------------- with a cache
-def _index(name: str, t: Any, batch: int, dims: int, device: torch.device) -> None:
-    validate.tensor(name, t, optional=False)
-    if t.dtype not in (torch.int32, torch.int64):
-        validate.fail(name, t.dtype, "torch.int32 or torch.int64", TypeError)
-    if t.dim() != dims or t.shape[0] != batch:
-        allowed = f"({batch},)" if dims == 1 else f"({batch}, max_num_blocks)"
-        validate.fail(name, f"shape {tuple(t.shape)}", allowed)
-    if t.device != device:
-        validate.fail(name, f"device {t.device}", f"the device of q, {device}")
-
-
-def _cache_seqlens(given: Any, batch: int, room: int, k: Tensor | None, device: torch.device) -> Tensor:
-    """The tokens in the cache before the call, (batch,)."""
-    if given is None and k is not None:
-        validate.fail("cache_seqlens", None, "an int or a tensor, where k is given")
-    if given is None or not isinstance(given, Tensor):
-        count = room if given is None else validate.count("cache_seqlens", given)
-        return torch.full((batch,), count, dtype=torch.int64, device=device)
-    _index("cache_seqlens", given, batch, 1, device)
-    return given
-
-
-def _rotated(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    interleaved: bool,
-    first: Tensor,
-    each: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """q and k at their positions from ``first`` on; with ``each`` every query at its own, else all at ``first``."""
-    if cos is None and sin is None:
-        return q, k
-    if k is None:
-        validate.fail("k", None, "a tensor, where rotary_cos is given")
-    names = {"cos": "rotary_cos", "sin": "rotary_sin", "interleaved": "rotary_interleaved", "rotary": "rotary_cos"}
-    rotary = _named(names, Rotary, cos, sin, interleaved)
-    turned = []
-    for x, step in ((k, 1), (q, int(each))):
-        positions = first.long()[:, None] + torch.arange(x.shape[1], device=x.device) * step
-        _named(names, rotary.check_positions, x, positions)
-        turned.append(_named(names, torch.ops.xattn.rotary, x, positions, rotary.cos, rotary.sin, rotary.interleaved))
-    return turned[1], turned[0]
-
-
-def _shifted(
-    k_cache: Tensor, v_cache: Tensor, pages: Tensor, name: str, leftpad: Tensor, lengths: Tensor, new: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The caches as pages of one token each, and the page table of each sequence from its ``leftpad`` on."""
-    num_pages, size = k_cache.shape[:2]
-    if v_cache.shape[:2] != k_cache.shape[:2] or not size:
-        allowed = f"{tuple(k_cache.shape[:2])} pages of tokens, as k_cache has, at least one in each"
-        validate.fail("v_cache", f"shape {tuple(v_cache.shape)}", allowed)
-    room = pages.shape[1] * size
-    ends = lengths.long() + new
-    status.report("seqlens_k", (leftpad < 0) | (leftpad > lengths), "cache_leftpad", leftpad, "0 to cache_seqlens")
-    allowed = f"0 to {room}, the tokens that there is room for" + (f", less the {new} of k" if new else "")
-    status.report("no_room", ends > room, "cache_seqlens", lengths, allowed)
-    used = torch.arange(pages.shape[1], device=pages.device) * size < ends[:, None]
-    bad = used & ((pages < 0) | (pages >= num_pages))
-    status.report("page_table", bad, name, pages, f"0 to {num_pages - 1}, what k_cache has")
-    (k_tokens, step), (v_tokens, step_v) = (_tokens(c, new) for c in (k_cache, v_cache))
-    if step != step_v:
-        got = f"strides {k_cache.stride()} of k_cache and {v_cache.stride()} of v_cache"
-        raise UnsupportedError(f"cache_leftpad: got {got}; allowed: sequences of both as many tokens apart")
-    position = torch.arange(room, device=pages.device) + leftpad.long()[:, None]
-    inside = (position >= 0) & (position < room)
-    position = torch.where(inside, position, 0)
-    page = pages.long().gather(1, torch.div(position, size, rounding_mode="floor"))
-    return k_tokens, v_tokens, torch.where(inside, page * step + position % size, -1)
-
-
-def _tokens(cache: Tensor, new: int) -> tuple[Tensor, int]:
-    """A view of a cache whose pages are its tokens, and how many tokens two pages of the cache are apart."""
-    (pages, size), (far, near) = cache.shape[:2], cache.stride()[:2]
-    step = far // near if near and not far % near else None
-    if size == 1:
-        near, step = far, 1
-    elif pages == 1:
-        step = size
-    allowed = "k_cache and v_cache whose sequences are a whole number of tokens apart"
-    if step is not None:
-        shape = (max((pages - 1) * step + size, 0) if pages else 0, 1, *cache.shape[2:])
-        tokens = cache.as_strided(shape, (near, near, *cache.stride()[2:]))
-        if not new:
-            return tokens, step
-        try:
-            validate.writable("", tokens)
-            return tokens, step
-        except ValueError:
-            allowed = "with k, caches in which a token's heads lie together"
-    got = f"a cache of shape {tuple(cache.shape)}, strides {cache.stride()}"
-    raise UnsupportedError(f"cache_leftpad: got {got}; allowed: {allowed}")
-
-
 # ---------------------------------------------------------------- in place of flash_attn
 def install() -> None:
     """From now on ``import flash_attn`` gives these functions: also from ``flash_attn.flash_attn_interface``, with
@@ -565,8 +409,8 @@ def install() -> None:
     Call it before what imports flash_attn, or asks whether it is there, is imported. ``uninstall`` undoes it.
     """
     functions = {name: globals()[name] for name in __all__ if name.startswith("flash_attn")}
-    padding = {name: getattr(flash_attn_padding, name) for name in flash_attn_padding.__all__}
-    modules = {"": functions, "flash_attn_interface": functions, "bert_padding": padding}
+    of_padding = {name: getattr(padding, name) for name in padding.__all__}
+    modules = {"": functions, "flash_attn_interface": functions, "bert_padding": of_padding}
     stand_in.put("flash_attn", "flash-attn", VERSION, __file__, modules)
 
 
