@@ -77,7 +77,8 @@ def _check(pages: Tensor, table: str, num_pages: int, size: int, leftpad: Tensor
     status.report("seqlens_k", (leftpad < 0) | (leftpad > lengths), "cache_leftpad", leftpad, "0 to cache_seqlens")
     allowed = f"0 to {room}, the tokens that there is room for" + (f", less the {new} of k" if new else "")
     status.report("no_room", ends > room, "cache_seqlens", lengths, allowed)
-    used = torch.arange(pages.shape[1], device=pages.device) * size < ends[:, None]
+    first = torch.arange(pages.shape[1], device=pages.device) * size
+    used = (first < ends[:, None]) & (first + size > leftpad[:, None])
     bad = used & ((pages < 0) | (pages >= num_pages))
     status.report("page_table", bad, table, pages, f"0 to {num_pages - 1}, what k_cache has")
 
