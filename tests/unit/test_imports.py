@@ -128,7 +128,7 @@ def _code(path: Path) -> str:
     return ast.unparse(tree)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "transformers"])
+@pytest.mark.parametrize("name", ["flash_attn", "sdpa", "transformers"])
 def test_drop_ins_are_there_and_imported_when_used(name):
     code = f"""
 import sys

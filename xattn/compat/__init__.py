@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-_MODULES = ("sdpa", "transformers", "transformers_cache")
+_MODULES = ("flash_attn", "sdpa", "transformers", "transformers_cache")
 
 
 def __getattr__(name: str) -> ModuleType:
