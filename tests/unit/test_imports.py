@@ -43,7 +43,7 @@ ROWS = (
     {"backends"},
     {"dispatch"},
     {"repeats", "autograd", "ops"},
-    {"paged", "support", "shipped", "calls"},
+    {"paged", "kv_layout", "support", "shipped", "calls"},
     {"api", "distributed"},
     {"xattn"},  # the names that users import
     {"compat", "selftest"},
