@@ -49,13 +49,13 @@ def load(hosts: Sequence[Tensor], indices: Sequence[int], storages: Sequence[Ten
     """Place ``indices[i]`` of the hosts goes to page ``pages[i]``."""
     for rows, host in zip(map(_rows, storages), hosts, strict=True):
         index = _index(pages, rows)
+        parts = [(index[part], list(_runs(indices[part]))) for part in _parts(len(pages), rows)]
         for layer, source in zip(rows, host, strict=True):
-            for part in _parts(len(pages), rows):
-                chosen = indices[part]
-                gathered = torch.empty((len(chosen), rows.shape[2]), dtype=rows.dtype, device=rows.device)
-                for at, first, count in _runs(chosen):
+            for to, runs in parts:
+                gathered = torch.empty((len(to), rows.shape[2]), dtype=rows.dtype, device=rows.device)
+                for at, first, count in runs:
                     gathered[at : at + count].copy_(source[first : first + count], non_blocking=True)
-                layer.index_copy_(0, index[part], gathered)
+                layer.index_copy_(0, to, gathered)
 
 
 def _rows(storage: Tensor) -> Tensor:
