@@ -133,8 +133,8 @@ def convert_pages(pages: Tensor, src: KVLayout, dst: KVLayout) -> tuple[Tensor, 
     source = _numbered(pages.detach(), src.kv_layout)
     num_pages = source.shape[0] * src.page_size // dst.page_size
     factor = _FACTORS.get((src.dtype, dst.dtype), 1.0)
-    scales = _own(src.scales, factor, pages.device) if dst.scales is None else dst.scales.to(pages.device)
-    made = replace(dst, scales=scales)
+    old, new = (s if s is None else s.to(pages.device, non_blocking=True) for s in (src.scales, dst.scales))
+    made = replace(dst, scales=_own(old, factor, pages.device) if new is None else new)
     heads, width = source.shape[2:]
     order = (dst.page_size, heads) if dst.kv_layout == "NHD" else (heads, dst.page_size)
     with torch.no_grad():
@@ -147,10 +147,7 @@ def convert_pages(pages: Tensor, src: KVLayout, dst: KVLayout) -> tuple[Tensor, 
             _bits(target).copy_(_bits(source))
             return out, made
         for at in _chunks(source.shape):
-            if dst.scales is None:
-                numbers = source[at].float() / factor
-            else:
-                numbers = _rescaled(source[at], src.scales, dst.scales)
+            numbers = source[at].float() / factor if new is None else _rescaled(source[at], old, new)
             _bits(target)[at] = _bits(_nearest(numbers, dst.dtype))
     return out, made
 
@@ -280,9 +277,9 @@ def _check(pages: Any, src: Any, dst: Any) -> None:
 
 
 def _own(scales: Tensor | None, factor: float, device: torch.device) -> Tensor | None:
-    """The scales of ``src`` times ``factor``, on ``device``; None where there are none and the factor is 1."""
+    """The scales of the old pages times ``factor``; None where there are none and the factor is 1."""
     if scales is not None:
-        return scales.to(device, non_blocking=True) * factor
+        return scales * factor
     return None if factor == 1.0 else torch.full((), factor, dtype=torch.float32, device=device)
 
 
@@ -322,8 +319,8 @@ def _rescaled(stored: Tensor, src: Tensor | None, dst: Tensor) -> Tensor:
     """
     product = stored.double()
     if src is not None:
-        product = product * src.to(stored.device, non_blocking=True).double()[..., None]
-    return product / dst.to(stored.device, non_blocking=True).double()[..., None]
+        product = product * src.double()[..., None]
+    return product / dst.double()[..., None]
 
 
 def _nearest(numbers: Tensor, dtype: torch.dtype) -> Tensor:

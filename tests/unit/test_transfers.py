@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -10,7 +11,7 @@ from unit.fake_streams import FakeStreams
 
 from xattn import page_moves
 from xattn.paged import PagedKVCache
-from xattn.transfers import Transfers
+from xattn.transfers import Streams, Transfers
 
 
 def waits(streams, since=0):
@@ -128,6 +129,41 @@ def test_without_streams_all_is_done_when_a_call_returns():
     transfers.wait()
     transfers.settle()
     assert done == [1] and flying(transfers) == []
+
+
+def test_torch_is_asked_for_the_streams_of_the_device(monkeypatch):
+    """What of torch.cuda is used, and where: no driver is behind it here."""
+    device, calls = torch.device("cuda", 1), []
+
+    class Module:
+        def Stream(self, on):
+            calls.append(("makes", on))
+            return "side"
+
+        def current_stream(self, on):
+            return ("current", on)
+
+        def is_current_stream_capturing(self):
+            return calls[-1] == ("enters", device)
+
+        def _entered(self, what):
+            calls.append(("enters", what))
+            yield
+            calls.append(("leaves", what))
+
+        stream = device = contextlib.contextmanager(_entered)
+
+    class Storage:
+        def record_stream(self, stream):
+            calls.append(("kept for", stream))
+
+    monkeypatch.setattr(torch, "get_device_module", lambda of: {device: Module()}[of])
+    streams = Streams(device)
+    assert streams.current() == ("current", device) and streams.capturing() is True
+    calls.clear()
+    streams.queue(lambda: calls.append("work"), [Storage()])
+    assert calls == [("makes", device), ("kept for", "side"), ("enters", "side"), "work", ("leaves", "side")]
+    assert streams.side() == "side" and calls.count(("makes", device)) == 1
 
 
 # ---------------------------------------------------------------- a cache over it
