@@ -22,6 +22,7 @@ from .device import Device
 from .dispatch import Plan
 from .errors import DeviceValueError, FallbackWarning, OutOfPagesError, UnsupportedError
 from .fusion import Epilogue, epilogues
+from .kv_layout import KVLayout, convert_page_table, convert_pages
 from .paged import PagedKVCache
 from .rotary import Rotary
 
@@ -44,6 +45,7 @@ __all__ = [
     "DeviceValueError",
     "Epilogue",
     "FallbackWarning",
+    "KVLayout",
     "OutOfPagesError",
     "PagedKVCache",
     "Plan",
@@ -56,6 +58,8 @@ __all__ = [
     "batch_invariant",
     "capabilities",
     "check_errors",
+    "convert_page_table",
+    "convert_pages",
     "devices",
     "epilogues",
     "explain",

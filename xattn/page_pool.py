@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,13 +149,16 @@ class PagePool:
 
     # ---------------------------------------------------------------- swapping
     def swap_out(self, ids: Ids, save: Callable[[list[int]], Any]) -> None:
-        """``save(pages)`` copies pages to the host and returns where they are: each once, though many ids hold it."""
+        """``save(pages)`` copies pages to the host and returns where they are: each once, though many ids hold it.
+
+        The pages are taken last, as they may still be copied.
+        """
         sequences = [self.resident("ids", key) for key in ids]
         held = [s.pages[: self.pages_for(s.length)] for s in sequences]
         index = {page: i for i, page in enumerate(dict.fromkeys(page for pages in held for page in pages))}
         host = save(list(index))
         for s, pages in zip(sequences, held, strict=True):
-            self._release(s.pages)
+            self.free_pages[:0] = self._dropped(s.pages)
             s.pages, s.reserved, s.host = array("i", [index[page] for page in pages]), 0, host
 
     def swap_in(self, ids: Ids, load: Callable[[Any, list[int], list[int]], None]) -> None:
@@ -182,6 +185,11 @@ class PagePool:
                 self.references[page] += 1
 
     # ---------------------------------------------------------------- views
+    def written(self, ids: Ids) -> Iterator[int]:
+        """The pages into which reserved tokens of ``ids`` go."""
+        for s in (self.sequences[key] for key in ids):
+            yield from s.pages[s.length // self.page_size :] if s.reserved else ()
+
     def table(self, ids: Ids, width: int) -> array[int]:
         """The page ids of ``ids``, ``width`` for each, -1 where there is no page."""
         rows, none = array("i"), array("i", [-1]) * width
@@ -212,7 +220,10 @@ class PagePool:
         del self.free_pages[len(self.free_pages) - len(fresh) :]
 
     def _release(self, pages: array[int]) -> None:
+        self.free_pages += self._dropped(pages)
+
+    def _dropped(self, pages: array[int]) -> list[int]:
+        """One reference to each of ``pages`` less; those of them that nobody holds now."""
         for page in pages:
             self.references[page] -= 1
-            if not self.references[page]:
-                self.free_pages.append(page)
+        return [page for page in pages if not self.references[page]]

@@ -1,12 +1,14 @@
 """PagedKVCache: keys and values of many growing sequences, for all layers of a model, in pages of one size.
 
-page_pool.py keeps the books, step_mirror.py shows them to the device.
+page_pool.py keeps the books, step_mirror.py shows them to the device, page_moves.py copies pages, transfers.py orders
+the copies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
@@ -15,12 +17,13 @@ import torch
 from torch import Tensor
 
 from . import ops as ops  # defines torch.ops.xattn
-from . import places, validate
+from . import page_moves, places, validate
 from .concurrency import ForkSafeLock
 from .inputs import DTYPES
 from .page_pool import Ids, PagePool, PoolStats
 from .rotary import Rotary
 from .step_mirror import StepMirror, staged
+from .transfers import Streams, Transfers
 from .validate import fail
 
 
@@ -49,7 +52,8 @@ class PagedKVCache:
     nothing but ``append``, ``layer`` and the two mirrors.
 
     Every call takes one lock, so threads may share a cache; as there is one current step, one thread at a time drives
-    the steps. Work is queued on the current stream: use one stream, or order them.
+    the steps. Work is queued on the current stream: use one stream, or order them. On a GPU swapped pages are copied on
+    a stream of the cache's own, beside other work; events order it, and the host waits for nothing.
 
     Ids are hashable: ints, strings. In every method bad arguments raise TypeError or ValueError and change nothing; so
     do sizes that the memory does not hold, with MemoryError. ``copy.deepcopy`` gives a cache of its own;
@@ -97,13 +101,16 @@ class PagedKVCache:
         self.num_pages, self.page_size, self.num_layers = num_pages, page_size, num_layers
         self.dtype, self.device, self.kv_layout = dtype, self.k.device, kv_layout
         self._mirror = StepMirror(self.device)
+        self._transfers = self._no_transfers()
         self._step: Ids | None = None
         self._lock = ForkSafeLock(reentrant=True)
 
     @property
-    def _bits(self) -> list[Tensor]:
-        """The storage as what pages are moved as: not every operation knows fp8."""
-        return [t.view(torch.uint8) if self.dtype.itemsize == 1 else t for t in (self.k, self.v)]
+    def _storages(self) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
+
+    def _no_transfers(self) -> Transfers:
+        return Transfers(Streams(self.device) if self.device.type == "cuda" else None)
 
     def __repr__(self) -> str:
         pool = self.stats()
@@ -117,9 +124,11 @@ class PagedKVCache:
         with self._lock, torch.inference_mode(False):
             new = object.__new__(type(self))
             memo[id(self)] = new
+            self._transfers.settle()  # the host reads what was swapped out
             memo |= {id(key): key for key in self._pool.sequences}  # callers go on naming sequences by the same ids
-            own = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "_lock"}
-            vars(new).update(own, _lock=ForkSafeLock(reentrant=True))
+            shared = ("_lock", "_transfers")
+            own = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in shared}
+            vars(new).update(own, _lock=ForkSafeLock(reentrant=True), _transfers=self._no_transfers())
             return new
 
     def __copy__(self) -> NoReturn:
@@ -144,6 +153,7 @@ class PagedKVCache:
             counts = _counts(n, len(keys))
             mirror = self._mirror.with_room(len(keys), self._pool.most_pages(keys, counts), self.num_pages)
             self._pool.reserve(keys, counts, self._copy)
+            self._transfers.claim(self._pool.written(keys))
             self._show(keys, mirror)
 
     def append(
@@ -186,6 +196,7 @@ class PagedKVCache:
                 room = self._pool.sequences[key].reserved
                 if count > room:
                     fail("k_new", f"{count} tokens for {key!r}", f"up to the {room} that are reserved for it")
+            self._transfers.wait()
             torch.ops.xattn.append_paged(
                 k_cache,
                 v_cache,
@@ -222,6 +233,7 @@ class PagedKVCache:
         """(batch, max_pages) int32 on the device: pages of the step's sequences, -1 where there is none. Read only."""
         with self._lock:
             self._current()
+            self._transfers.wait()
             return self._mirror.page_table
 
     @property
@@ -229,6 +241,7 @@ class PagedKVCache:
         """(batch,) int32 on the device: committed lengths of the step's sequences. Read only."""
         with self._lock:
             self._current()
+            self._transfers.wait()
             return self._mirror.seqlens_k
 
     def preallocate(self, max_batch: int, max_seqlen: int) -> None:
@@ -268,8 +281,9 @@ class PagedKVCache:
     def swap_out(self, ids: Iterable[Hashable]) -> None:
         """Moves the committed tokens to host memory, pinned where the cache is on a GPU, and frees the pages.
 
-        Copies synchronously. Pages that other sequences hold too stay with those. A sequence that is swapped out has
-        its length, and can be freed or swapped in; every other method raises.
+        On a GPU the copy follows what is queued on the current stream, and goes on beside what is queued after it: work
+        that writes to these pages, which are taken last, waits for it. Pages that other sequences hold too stay with
+        those. A sequence that is swapped out has its length, and can be freed or swapped in; every other method raises.
         """
         keys = _ids(ids)
         with self._lock:
@@ -277,7 +291,7 @@ class PagedKVCache:
             self._end_step(keys)
 
     def swap_in(self, ids: Iterable[Hashable]) -> None:
-        """Brings sequences back into free pages. Copies synchronously.
+        """Brings sequences back into free pages. On a GPU the current stream waits for the copy, the host does not.
 
         Those that went in one call and come back in one share pages as before; otherwise each gets its own.
 
@@ -367,31 +381,19 @@ class PagedKVCache:
         return staged(array("i", offsets), self.device).to(self.device, non_blocking=True), counts
 
     # ---------------------------------------------------------------- moving pages
-    def _index(self, pages: list[int]) -> Tensor:
-        return staged(array("i", pages), self.device).to(self.device, non_blocking=True).long()
-
     def _copy(self, pages: list[int], to: list[int]) -> None:
-        source, target = self._index(pages), self._index(to)
-        for bits in self._bits:
-            bits.index_copy_(1, target, bits.index_select(1, source))
+        self._transfers.claim(to)
+        page_moves.copy(self._storages, pages, to)
 
-    # Layer by layer, as a GPU that ran out of pages has little memory to spare.
     def _save(self, pages: list[int]) -> list[Tensor]:
-        index, pin = self._index(pages), self.device.type == "cuda"
-        saved = []
-        for bits in self._bits:
-            shape = (self.num_layers, len(pages), *bits.shape[2:])
-            host = torch.empty(shape, dtype=bits.dtype, device="cpu", pin_memory=pin)
-            for layer, target in zip(bits, host, strict=True):
-                target.copy_(layer.index_select(0, index))
-            saved.append(host)
-        return saved
+        hosts = page_moves.host_rows(self._storages, len(pages))
+        work = functools.partial(page_moves.save, self._storages, pages, hosts)
+        self._transfers.run(work, self._storages, pages, writes=False)
+        return hosts
 
-    def _load(self, saved: list[Tensor], indices: list[int], pages: list[int]) -> None:
-        index, chosen = self._index(pages), torch.tensor(indices, dtype=torch.int64, device="cpu")
-        for bits, host in zip(self._bits, saved, strict=True):
-            for layer, source in zip(bits, host, strict=True):
-                layer.index_copy_(0, index, source.index_select(0, chosen).to(self.device))
+    def _load(self, hosts: list[Tensor], indices: list[int], pages: list[int]) -> None:
+        work = functools.partial(page_moves.load, hosts, indices, self._storages, pages)
+        self._transfers.run(work, self._storages, pages, writes=True)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from unit.fake_streams import FakeStreams
 
 import xattn
 from xattn.paged import PagedKVCache
+from xattn.transfers import Transfers
 
 LAYOUTS = ("NHD", "HND")
 
@@ -95,15 +97,18 @@ def assert_consistent(cache):
 IDS = (0, 1, "a", "b", ("c", 0), ("c", 1))
 
 
+CACHES = {
+    "page_size": st.sampled_from((1, 2, 3, 7)),
+    "num_pages": st.sampled_from((1, 5, 8, 13, 20)),
+    "layout": st.sampled_from(LAYOUTS),
+    "head_dim_v": st.sampled_from((2, 5)),
+}
+
+
 class CacheMachine(RuleBasedStateMachine):
     """``tokens[id]``: the committed tokens; ``pending[id]``: those appended behind them. A token is its number."""
 
-    @initialize(
-        page_size=st.sampled_from((1, 2, 3, 7)),
-        num_pages=st.sampled_from((1, 5, 8, 13, 20)),
-        layout=st.sampled_from(LAYOUTS),
-        head_dim_v=st.sampled_from((2, 5)),
-    )
+    @initialize(**CACHES)
     def start(self, page_size, num_pages, layout, head_dim_v):
         self.cache = make(num_pages, page_size, head_dim_v=head_dim_v, kv_layout=layout)
         self.tokens: dict[object, list[int]] = {}
@@ -331,6 +336,30 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestAnyInterleaving = CacheMachine.TestCase
+
+
+class LateCopies(CacheMachine):
+    """The same over a stand-in for streams, on which swapped pages are copied as late as they may be, or earlier."""
+
+    @initialize(seed=st.one_of(st.none(), st.integers(0, 99)), **CACHES | {"num_pages": st.integers(2, 6)})
+    def start(self, seed, **sizes):
+        super().start(**sizes)
+        self.cache._transfers = Transfers(FakeStreams(seed))
+
+    @rule(name=st.sampled_from(("main", "other")))
+    def switch_stream(self, name):
+        self.cache._transfers._streams.name = name
+
+    @precondition(lambda self: any(self.tokens[key] for key in self.resident()))
+    @rule(data=st.data())
+    def pages_change_hands(self, data):
+        """A sequence leaves, others write where it was, and it comes back: what seldom follows by chance."""
+        self.swap_out(data)
+        self.whole_step(data)
+        self.swap_in(data)
+
+
+TestAnyInterleavingWithLateCopies = LateCopies.TestCase
 
 
 # ---------------------------------------------------------------- attention over it
