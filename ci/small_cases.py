@@ -1,5 +1,5 @@
 """Small calls of every native configuration of this machine's GPU, for compute-sanitizer (ci/sanitize): ragged lengths,
-every mask, packed sequences with rows behind the last offset."""
+every mask, packed sequences with rows behind the last offset, paged caches with one and with many queries."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ def main() -> int:
                 if xattn.supported(q[0], k[0], v[0], cu_q, cu_k, 70, 137, kind="varlen", backend=backend):
                     xattn.attention_varlen(q[0], k[0], v[0], cu_q, cu_k, 70, 137, causal=True, backend=backend)
                     done += 1
+                caches = [randn(40, 8, 2, n, dtype=dtype) for n in (d, dv)]
+                table, lengths = torch.randperm(40, device="cuda").view(2, 20), torch.tensor([150, 9], device="cuda")
+                for few in (q[:, :1], q[:, :7], q):
+                    if xattn.supported(few, *caches, table, lengths, kind="paged", backend=backend):
+                        xattn.attention_paged(few, *caches, table, lengths, causal=True, backend=backend)
+                        done += 1
     torch.cuda.synchronize()
     xattn.check_errors()
     print(f"{done} calls")

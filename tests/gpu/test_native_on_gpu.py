@@ -185,6 +185,65 @@ def test_graph_replays_with_other_contents(launcher, backend):
         assert torch.equal(out, want[0]) and torch.equal(lse, want[1]) and torch.equal(again, want[0])
 
 
+PAGED = [b for b in BACKENDS if b != "sm90"] or ["sm80"]  # those that read pages
+
+
+def paged_step(b=3, sq=1, h=8, hk=2, d=128, room=40, page_size=16):
+    """q, a cache, and a step of ``b`` sequences that each have up to ``room`` pages."""
+    pages = b * room + 3
+    cache = [randn(pages, page_size, hk, d) for _ in range(2)]
+    table = torch.randperm(pages, device=CUDA)[: b * room].view(b, room).int()
+    return randn(b, sq, h, d), *cache, table, torch.randint(0, room * page_size, (b,), device=CUDA).int()
+
+
+@pytest.mark.parametrize("backend", PAGED)
+@pytest.mark.parametrize("sq, heads", [(1, 8), (1, 2), (5, 8), (40, 8)])
+@pytest.mark.parametrize("splits", [None, 1, 7])
+def test_paged(launcher, backend, sq, heads, splits):
+    x = paged_step(sq=sq, h=heads)
+    for seqlens in ([640, 1, 0], [17, 639, 333]):
+        x[4].copy_(torch.tensor(seqlens))
+        agree(x, {"causal": True, "num_splits": splits}, backend, xattn.attention_paged)
+
+
+@pytest.mark.parametrize("backend", PAGED)
+@pytest.mark.parametrize("sq", [1, 40])
+def test_paged_graph_replays_with_other_lengths_and_pages(launcher, backend, sq):
+    q, k, v, table, seqlens = paged_step(sq=sq)
+    call = lambda: xattn.attention_paged(q, k, v, table, seqlens, causal=True, return_lse=True, backend=backend)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call() for _ in range(3)]
+    for lengths in ([640, 5, 0], [0, 0, 1], [77, 640, 640], [16, 17, 15]):
+        q.normal_()
+        seqlens.copy_(torch.tensor(lengths))
+        table.copy_(torch.randperm(k.shape[0], device=CUDA)[: table.numel()].view_as(table))
+        table[0, -(-lengths[0] // 16) :] = -7  # behind the end
+        for out, lse in results:
+            out.fill_(math.nan), lse.fill_(math.nan)
+        graph.replay()
+        want = call()
+        assert all(torch.equal(t, w) for result in results for t, w in zip(result, want, strict=True))
+    xattn.check_errors()
+
+
+@pytest.mark.parametrize("backend", PAGED)
+def test_paged_launches_beside_each_other(launcher, backend):
+    """Splits that count in one place would merge each other's parts."""
+    steps = [paged_step(b=2, room=100) for _ in range(3)]
+    want = [xattn.attention_paged(*x, causal=True, backend=backend) for x in steps]
+    streams = [torch.cuda.Stream() for _ in steps]
+    torch.cuda.synchronize()
+    found = [[] for _ in steps]
+    for _ in range(50):
+        for stream, x, outs in zip(streams, steps, found, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append(xattn.attention_paged(*x, causal=True, backend=backend))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, w) for outs, w in zip(found, want, strict=True) for out in outs)
+
+
 def test_threads_on_streams_of_their_own(launcher, backend):
     x = [qkv(2, 64 + n, 97) for n in range(4)]
     want = [xattn.attention(*t, causal=True, backend=backend) for t in x]
