@@ -151,7 +151,9 @@ struct Sm90Forward {
                 const Work::Start start = Work::Start::at(at);
                 const s32 slot = s32(works.stage());
                 works.next();
-                if (range.empty()) {
+                if (range.empty()) {  // of a ring of two: who holds one and lets the other pass waits for himself
+                    if (held >= 0) buffers.work_empty(held).arrive();
+                    held = -1;
                     buffers.work_empty(slot).arrive();
                     continue;
                 }
