@@ -52,8 +52,16 @@ def check() -> None:
         cache_dir()
 
 
+# What os.environ keeps, where it keeps it as CPython does.
+_VALIDATE = os.fsencode("XATTN_VALIDATE")
+_data = getattr(os.environ, "_data", None)
+_environment = _data if isinstance(_data, dict) and all(type(name) is bytes for name in _data) else None
+
+
 def validate_on_device() -> bool:
     """Whether every call is followed by a synchronisation that raises what kernels reported."""
+    if _environment is not None and _VALIDATE not in _environment:  # a tenth of the time; this is asked at every call
+        return False
     value = os.environ.get("XATTN_VALIDATE", "")
     if value not in ("", "device"):
         raise ValueError(f"XATTN_VALIDATE is {value!r}; allowed: 'device' or unset")
