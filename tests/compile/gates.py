@@ -92,9 +92,9 @@ _SHIPPED = {
     "paged d128": (255, 80),
     "paged d128 softcap alibi tree": (255, 248),
     "paged d256": (255, 0),
-    "decode d64": (168, 0),
-    "decode d128": (168, 0),
-    "decode d128 softcap alibi tree": (168, 160),
+    "decode d64": (190, 0),
+    "decode d128": (208, 0),
+    "decode d128 softcap alibi tree": (236, 0),
     "decode d256": (255, 212),
 }
 
