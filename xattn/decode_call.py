@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from . import forward_call
 from .device import of as device_of
-from .forward_call import Fields, ForwardBody
+from .forward_call import Fields, ForwardBody, Tiles
 from .images import ImageSpec
 from .inputs import Inputs
 from .kernel_call import Call, Output, Shape, slot
@@ -32,13 +31,10 @@ class DecodeBody:
 
     entry: str
     warp_size: int
-    tiles: tuple[tuple[int, int, int, int, int], ...]
+    tiles: Tiles
 
     def tile(self, head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
-        """The part of a configuration that the head dimensions decide; images exist for multiples of 32."""
-        dims = [(n + 31) // 32 * 32 for n in (head_dim, head_dim_v)]
-        row = next(row for row in self.tiles if max(dims) <= row[0])
-        return (("head_dim", dims[0]), ("head_dim_v", dims[1]), *zip(_TILE_NAMES, row[1:], strict=True))
+        return forward_call.chosen_tile(self.tiles, _TILE_NAMES, head_dim, head_dim_v)
 
     def fields(self, element: tuple[str, str], sizes: Fields, chosen: Fields) -> Fields:
         keep_q = int(dict(sizes)["head_dim"]) <= 64  # registers for it
@@ -46,8 +42,7 @@ class DecodeBody:
 
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""
-        dims = range(32, self.tiles[-1][0] + 1, 32)
-        for d, dv in product(dims, dims):
+        for d, dv in forward_call.padded_dims(self.tiles):
             for name, chosen in forward_call.variants(paged=True):
                 yield ImageSpec(self.entry, self.fields(("element", name), self.tile(d, dv), chosen), arch)
 

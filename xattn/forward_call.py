@@ -69,6 +69,22 @@ _MOST_STRIDE = 2**31 - 1  # from one row to the next, in elements (kernels/tile_
 Fields = tuple[tuple[str, ConfigValue], ...]  # of a kernel's Config struct; their order is part of an image's address
 
 
+Tiles = tuple[tuple[int, int, int, int, int], ...]  # rows (largest head dimension, four numbers that have names)
+
+
+def chosen_tile(tiles: Tiles, names: tuple[str, ...], head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
+    """The part of a configuration that the head dimensions decide; images exist for multiples of 32."""
+    dims = [(n + 31) // 32 * 32 for n in (head_dim, head_dim_v)]
+    row = next(row for row in tiles if max(dims) <= row[0])
+    return (("head_dim", dims[0]), ("head_dim_v", dims[1]), *zip(names, row[1:], strict=True))
+
+
+def padded_dims(tiles: Tiles) -> Iterator[tuple[int, int]]:
+    """(head_dim, head_dim_v) of all images."""
+    dims = range(32, tiles[-1][0] + 1, 32)
+    return product(dims, dims)
+
+
 @dataclass(frozen=True)
 class ForwardBody:
     """A layer of the shared body. ``tiles``: rows (largest head dimension, *TILE_NAMES). Keys and values of
@@ -77,20 +93,16 @@ class ForwardBody:
 
     entry: str
     warp_size: int
-    tiles: tuple[tuple[int, int, int, int, int], ...]
+    tiles: Tiles
     section_bytes: int
     most_threads: int | None = None
 
     def tile(self, head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
-        """The part of a configuration that the head dimensions decide; images exist for multiples of 32."""
-        dims = [(n + 31) // 32 * 32 for n in (head_dim, head_dim_v)]
-        row = next(row for row in self.tiles if max(dims) <= row[0])
-        return (("head_dim", dims[0]), ("head_dim_v", dims[1]), *zip(TILE_NAMES, row[1:], strict=True))
+        return chosen_tile(self.tiles, TILE_NAMES, head_dim, head_dim_v)
 
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""
-        dims = range(32, self.tiles[-1][0] + 1, 32)
-        for (d, dv), paged in product(product(dims, dims), (False, True)):
+        for (d, dv), paged in product(padded_dims(self.tiles), (False, True)):
             for name, chosen in variants(paged):
                 yield ImageSpec(self.entry, self.fields(("element", name), self.tile(d, dv), paged, chosen), arch)
 

@@ -4,7 +4,7 @@
 // splits, one to a thread block, and the blocks of a split are dealt to the warps. Each warp walks its own key blocks
 // through its own ring of stages in shared memory, with its own softmax, and waits for no other warp. At the end the
 // warps of a block merge in shared memory; the blocks of a tile merge through global memory, by whichever comes last.
-// p.num_splits share the keys that the sequence really has.
+// Up to p.num_splits thread blocks share the keys that the sequence really has.
 #pragma once
 
 #include "kernels/paging.h"

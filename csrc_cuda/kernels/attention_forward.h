@@ -133,8 +133,7 @@ struct AttentionForward {
                head * x.head_stride;
     }
 
-    // Divides by the row sums, and stores the output and lse. Each warp stages its own rows where its part of Q
-    // was.
+    // Divides by the row sums, and stores the output and lse. Each warp stages its own rows where its part of Q was.
     XATTN_DEVICE static void finish(State& s, const ForwardParams& p, const S& scores, const Tile& t,
                                     const Sequence& seq, s32 row0, Shared so, int warp, int lane) {
         const int warp_row = warp * 16 * kRowGroups;

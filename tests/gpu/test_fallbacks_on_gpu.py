@@ -12,12 +12,7 @@ BACKENDS = ("reference", "sdpa")
 CUDA = torch.device("cuda")
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", xattn.FallbackWarning)
-        yield
-    xattn.check_errors()
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def qkv(b=2, sq=65, sk=97, h=4, hk=2, d=64, dtype=torch.bfloat16, grad=False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 
 import pytest
 import torch
@@ -15,12 +14,7 @@ CUDA = torch.device("cuda")
 SLEEP = 500_000_000  # cycles, some tenths of a second: a copy comes that late
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", xattn.FallbackWarning)
-        yield
-    xattn.check_errors()
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture
