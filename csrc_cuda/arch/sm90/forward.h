@@ -151,12 +151,6 @@ struct Sm90Forward {
                 const Work::Start start = Work::Start::at(at);
                 const s32 slot = s32(works.stage());
                 works.next();
-                if (range.empty()) {  // of a ring of two: who holds one and lets the other pass waits for himself
-                    if (held >= 0) buffers.work_empty(held).arrive();
-                    held = -1;
-                    buffers.work_empty(slot).arrive();
-                    continue;
-                }
                 const Keys keys{start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
                                 params.p.cu_seqlens_k ? 0 : rows.sequence};
                 // A single Q that is read to the end is free too late for V to wait behind it.
@@ -309,56 +303,27 @@ struct Sm90Forward {
         XATTN_DEVICE static int lane() { return thread() % 32; }
 
         // ---- tiles
-        // The next tile with keys to see, and its last block; rows of those without are written on the way.
+        // The next tile and its last block.
         XATTN_DEVICE bool next(Span& span, s32& n_last) {
-            for (;; works.next()) {
-                buffers.work_full(works.stage()).wait(works.parity());
-                const u32 at = buffers.work(works.stage());
-                const Work::Rows rows = Work::Rows::at(at);
-                if (rows.rows == Work::kEnd) return false;
-                const typename Work::Keys keys = Work::Keys::at(at);
-                if (!keys.empty()) {
-                    const Visible visible = keys.visible(p);
-                    const s32 first_row = rows.row0 + group * 64;
-                    const s32 last_row = min_of(first_row + 64, rows.row0 + rows.rows) - 1;
-                    span = {works.stage(), keys.n_first,
-                            Span::blocks((visible.first(last_row) + kTileN - 1) / kTileN,
-                                         (visible.last(first_row) + 1) / kTileN)};
-                    n_last = keys.n_last;
-                    works.next();
-                    return true;
-                }
-                write_empty(rows, at);
-                release_work(works.stage());
-            }
+            buffers.work_full(works.stage()).wait(works.parity());
+            const u32 at = buffers.work(works.stage());
+            const Work::Rows rows = Work::Rows::at(at);
+            if (rows.rows == Work::kEnd) return false;
+            const typename Work::Keys keys = Work::Keys::at(at);
+            const Visible visible = keys.visible(p);
+            const s32 first_row = rows.row0 + group * 64;
+            const s32 last_row = min_of(first_row + 64, rows.row0 + rows.rows) - 1;
+            span = {works.stage(), keys.n_first,
+                    Span::blocks((visible.first(last_row) + kTileN - 1) / kTileN,
+                                 (visible.last(first_row) + 1) / kTileN)};
+            n_last = keys.n_last;
+            works.next();
+            return true;
         }
         XATTN_DEVICE void release_work(u32 slot) {
             Arch::warp_barrier();
             arrive(buffers.work_empty(slot));
         }
-
-        XATTN_DEVICE void write_empty(const Work::Rows& rows, u32 at) {
-            const Place place(p, rows, Work::Start::at(at));
-            const bool sink = p.sinks && rows.sequence < p.batch;
-            for (s32 r = group * 64 + warp(); r < min_of(group * 64 + 64, rows.rows); r += 4) {
-                for (s32 c = lane() * 8; c < p.head_dim_v; c += 256)
-                    *reinterpret_cast<Chunk*>(place.out + r * p.out.row_stride + c) = Chunk{{0, 0, 0, 0}};
-                if (p.lse && lane() == 0) place.lse[r] = sink ? p.sinks[rows.head] : -Arch::infinity();
-            }
-        }
-
-        // Where a tile's first row goes.
-        struct Place {
-            u16* out;
-            float* lse;
-            XATTN_DEVICE Place(const ForwardParams& p, const Work::Rows& rows, const Work::Start& start) {
-                const bool packed = p.cu_seqlens_q;
-                const s32 row = packed ? start.row_q : rows.row0;
-                out = static_cast<u16*>(p.out.data) + (packed ? 0 : rows.sequence * p.out.batch_stride) +
-                      rows.head * p.out.head_stride + row * p.out.row_stride;
-                lse = p.lse + (packed ? 0 : rows.sequence * p.lse_batch_stride) + rows.head * p.lse_head_stride + row;
-            }
-        };
 
         // ---- turns at the tensor cores
         XATTN_DEVICE void take_turn() {

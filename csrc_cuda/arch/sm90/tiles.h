@@ -9,6 +9,7 @@
 // numbered: sequence by sequence, row blocks outer, heads inner, the longest first where the mask makes them differ.
 #pragma once
 
+#include "arch/sm80/isa.h"
 #include "arch/sm90/tma.h"
 #include "kernels/params.h"
 #include "kernels/scheduler.h"
@@ -36,7 +37,8 @@ XATTN_DEVICE void write_quad(u32 address, s32 a, s32 b, s32 c, s32 d) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// A tile and the key blocks that some of its rows see, [n_first, n_last]; its place in shared memory, in four quads.
+// A tile and the key blocks that some of its rows see, [n_first, n_last], at least one; its place in shared memory, in
+// four quads.
 struct Work {
     static constexpr u32 kBytes = 64;
     static constexpr s32 kEnd = -1;  // for rows: no tile follows
@@ -54,7 +56,6 @@ struct Work {
             const Quad q = read_quad(work + 16);
             return {q.x[0], q.x[1], q.x[2], q.x[3]};
         }
-        XATTN_DEVICE bool empty() const { return n_last < n_first; }
         XATTN_DEVICE Visible visible(const ForwardParams& p) const {
             return Visible::of(p, {0, 0, seqlen_k - shift, seqlen_k});
         }
@@ -66,6 +67,19 @@ struct Work {
             return {q.x[0], q.x[1]};
         }
     };
+};
+
+// Where a tile's first row goes.
+struct Place {
+    u16* out;
+    float* lse;
+    XATTN_DEVICE Place(const ForwardParams& p, const Work::Rows& rows, const Work::Start& start) {
+        const bool packed = p.cu_seqlens_q;
+        const s32 row = packed ? start.row_q : rows.row0;
+        out = static_cast<u16*>(p.out.data) + (packed ? 0 : rows.sequence * p.out.batch_stride) +
+              rows.head * p.out.head_stride + row * p.out.row_stride;
+        lse = p.lse + (packed ? 0 : rows.sequence * p.lse_batch_stride) + rows.head * p.lse_head_stride + row;
+    }
 };
 
 template <int tile_m, int tile_n, int works>
@@ -81,15 +95,12 @@ struct TileFinder {
     s32 group = -32, ahead = 0, total = 0, blocks = 0, sum = 0;
 
     XATTN_DEVICE void run() {
-        s32 index = blockIdx.x;
         const bool counts = queue >= 0 && queue < kQueues;
-        for (;;) {
+        for (s32 index = blockIdx.x;; index = counts ? take() : index + s32(gridDim.x)) {
             Barrier{barriers + 8 * (works + at.stage())}.wait(at.parity());
             Tile tile;
             if (!(p.cu_seqlens_q ? find_packed(index, tile) : find_dense(index, tile))) break;
-            if (lane == 0) write(tile);
-            at.next();
-            index = counts ? take() : index + s32(gridDim.x);
+            if (write(tile)) at.next();
         }
         if (lane == 0) {
             write_quad(ring + at.stage() * Work::kBytes, 0, 0, 0, Work::kEnd);
@@ -144,17 +155,35 @@ struct TileFinder {
 
     XATTN_DEVICE Sequence sequence(s32 b) const { return b == p.batch ? Sequence::rest(p) : Sequence::of(p, b); }
 
-    XATTN_DEVICE void write(const Tile& tile) const {
+    // Of a tile without keys the output is written here and now: a consumer learns of a tile while it still holds the
+    // one before, and whoever holds a Work and passes over the next waits, in a ring of two, for himself.
+    XATTN_DEVICE bool write(const Tile& tile) const {
         const Sequence s = sequence(tile.sequence);
         const Visible visible = Visible::of(p, s);
         const s32 row0 = tile.m_block * tile_m, rows = max_of(0, min_of(tile_m, s.seqlen_q - row0));
         const s32 first = visible.first(row0), last = visible.last(row0 + rows - 1);
-        const s32 n_first = first / tile_n, n_last = last < first || rows == 0 ? n_first - 1 : last / tile_n;
-        const u32 to = ring + at.stage() * Work::kBytes;
-        write_quad(to, tile.sequence, tile.head, row0, rows);
-        write_quad(to + 16, n_first, n_last, visible.shift, s.seqlen_k);
-        write_quad(to + 32, s32(s.start_q) + row0, s32(s.start_k), 0, 0);
-        Barrier{barriers + 8 * at.stage()}.arrive();
+        const Work::Rows place = {tile.sequence, tile.head, row0, rows};
+        const Work::Start start = {s32(s.start_q) + row0, s32(s.start_k)};
+        if (last < first || rows == 0) {
+            write_empty(place, start);
+            return false;
+        }
+        if (lane == 0) {
+            const u32 to = ring + at.stage() * Work::kBytes;
+            write_quad(to, tile.sequence, tile.head, row0, rows);
+            write_quad(to + 16, first / tile_n, last / tile_n, visible.shift, s.seqlen_k);
+            write_quad(to + 32, start.row_q, start.row_k, 0, 0);
+            Barrier{barriers + 8 * at.stage()}.arrive();
+        }
+        return true;
+    }
+    XATTN_DEVICE void write_empty(const Work::Rows& rows, const Work::Start& start) const {
+        const Place to(p, rows, start);
+        const bool sink = p.sinks && rows.sequence < p.batch;
+        for (s32 r = 0; r < rows.rows; ++r)
+            for (s32 c = lane * 8; c < p.head_dim_v; c += 256)
+                *reinterpret_cast<Quad*>(to.out + r * p.out.row_stride + c) = Quad{{0, 0, 0, 0}};
+        for (s32 r = lane; p.lse && r < rows.rows; r += 32) to.lse[r] = sink ? p.sinks[rows.head] : -IsaSm80::infinity();
     }
 };
 
