@@ -55,8 +55,10 @@ class DecodeBody:
 
 
 def serves(problem: Problem, size: SizeBucket) -> bool:
-    """Whether the decode kernel is the faster one."""
-    return problem.kind == "paged" and size.seqlen_q * problem.gqa_ratio <= _MOST_ROWS
+    """Whether the decode kernel is the faster one. Where a sequence's result must not depend on the others, it answers
+    whatever the longest one is."""
+    few = size.seqlen_q * problem.gqa_ratio <= _MOST_ROWS
+    return problem.kind == "paged" and (few or problem.batch_invariant)
 
 
 def config(
@@ -72,10 +74,8 @@ def config(
 def prepare(
     forward: ForwardBody, decode: DecodeBody, inputs: Inputs, options: tuple[tuple[str, object], ...]
 ) -> tuple[Call, dict[str, Tensor]]:
-    """``Backend.prepare`` of a backend with both bodies. Where a sequence's result must not depend on the others, one
-    kernel answers whatever the longest one is."""
-    invariant = inputs.kind == "paged" and inputs.batch_invariant
-    if dict(options).get("kernel") == "decode" or invariant:
+    """``Backend.prepare`` of a backend with both bodies."""
+    if dict(options).get("kernel") == "decode":
         return _prepare(decode, inputs)
     return forward_call.prepare(forward, inputs, options)
 

@@ -234,6 +234,7 @@ class Inputs:
             return_lse=self.return_lse,
             grads=grads,
             deterministic=self.deterministic and bool(grads),
+            batch_invariant=self.batch_invariant,
             direct=all(map(is_direct, (self.q, self.k, self.v))),
             page_size=self.page_size if self.kind == "paged" else 0,
             kv_layout=self.kv_layout,

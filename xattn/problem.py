@@ -76,6 +76,7 @@ class Problem:
     return_lse: bool = False
     grads: tuple[str, ...] = ()
     deterministic: bool = False
+    batch_invariant: bool = False
     direct: bool = True
     page_size: int = 0
     kv_layout: str = ""
@@ -94,6 +95,8 @@ class Problem:
         if self.gqa_ratio != 1:
             parts.append(f"gqa {self.gqa_ratio}")
         parts += [name for name in self.features() if name != "gqa"]
+        if self.batch_invariant:
+            parts.append("batch_invariant")
         if self.page_size:
             parts.append(f"pages of {self.page_size} {self.kv_layout}")
         if self.grads:

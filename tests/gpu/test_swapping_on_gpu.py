@@ -83,7 +83,8 @@ def test_content_survives_and_others_are_unaffected(late, layout, dtype):
         assert torch.equal(got, want)
 
 
-def test_others_are_decoded_while_pages_are_saved(late):
+def test_others_are_decoded_while_pages_are_saved(late, monkeypatch):
+    monkeypatch.setitem(globals(), "SLEEP", 10 * SLEEP)  # other tests may run beside this one
     cache = made(16)
     step(cache, ["a", "b"], 40, 1)
     step(cache, ["b"], 1, 3)  # what is loaded at its first use may wait for the device

@@ -454,6 +454,38 @@ def test_8_batch_invariant(target, kind):
             assert torch.equal(both[b : b + 1], unpack(kind, ask(target, kind, *pack(kind, *one)), 1))
 
 
+@per_target
+@pytest.mark.parametrize("kind", ["varlen", "paged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@answered
+def test_8_batch_invariant_beside_longer_sequences(target, kind, dtype):
+    """Another sequence must not decide which kernel answers."""
+    queries, keys = [2, 70], [37, 90]
+    q, k, v = (
+        randn(sum(n), h, 16, device=target.device, dtype=dtype, seed=s)
+        for s, (n, h) in enumerate(((queries, 4), (keys, 2), (keys, 2)))
+    )
+
+    def offsets(lengths):
+        return torch.tensor([0, *itertools.accumulate(lengths)], device=target.device)
+
+    def call(count):
+        nq, nk = queries[:count], keys[:count]
+        longest = {"max_seqlen_q": max(nq), "max_seqlen_k": max(nk), "causal": True}
+        if kind == "varlen":
+            rows = [x[: sum(n)] for x, n in ((q, nq), (k, nk), (v, nk))]
+            return ask(target, kind, *rows, offsets(nq), offsets(nk), **longest)
+        caches = [torch.cat([x, x.new_zeros(-len(x) % 16, *x.shape[1:])]).unflatten(0, (-1, 16)) for x in (k, v)]
+        table = torch.arange(8, device=target.device).expand(count, -1).clone()
+        table[1:] += 2  # from the page that the first one leaves on
+        del longest["max_seqlen_k"]
+        used = torch.tensor(nk, device=target.device)
+        return ask(target, kind, q[: sum(nq)], *caches, table, used, cu_seqlens_q=offsets(nq), **longest)
+
+    with xattn.batch_invariant():
+        assert torch.equal(call(2)[: queries[0]], call(1))
+
+
 # ---------------------------------------------------------------- 9: dropout
 @per_target
 @pytest.mark.parametrize("kind", ["attention", "varlen"])

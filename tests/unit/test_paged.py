@@ -367,3 +367,19 @@ def test_a_cache_of_float64_keeps_its_precision_under_a_scale():
     at = (given["page_table"][0, 1].long(), 1)  # the sixth token
     assert torch.equal(wide["k_cache"][at], wide["k_new"][0, 0] / 3)
     assert torch.equal(wide["v_cache"][at], wide["v_new"][0, 0] / 7)
+
+
+def test_the_plan_names_the_kernel_that_answers():
+    """Within batch_invariant() that does not depend on the longest sequence."""
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    q, cache = torch.empty(40, 4, 64, **meta), torch.empty(16, 16, 2, 64, **meta)
+    table, used, offsets = (torch.empty(shape, device="meta", dtype=torch.int32) for shape in ((2, 4), (2,), (3,)))
+
+    def kernel(longest):
+        packed = {"cu_seqlens_q": offsets, "max_seqlen_q": longest}
+        plan = xattn.explain(q, cache, cache, table, used, kind="paged", device="sm_80", **packed)
+        return dict(plan.config).get("kernel")
+
+    assert (kernel(39), kernel(1)) == (None, "decode")
+    with xattn.batch_invariant():
+        assert (kernel(39), kernel(1)) == ("decode", "decode")
