@@ -124,12 +124,13 @@ struct Scores {
         return kAdded ? Arch::fma(Arch::log2(sum), kLn2, base) : (base + Arch::log2(sum)) * kLn2;
     }
 
-    // One more key with that logit and value 0: changes the base, the sum and the output's factor.
+    // One more key with that logit and value 0: changes the base, the sum and the output's factor. One of infinity takes
+    // all there is.
     XATTN_DEVICE static void add_sink(float logit, float& base, float& sum, float& inverse) {
         const float sink = logit * kUnit;
         const float top = sum == 0.0f ? sink : Arch::max(base, sink);
         const float scale = sum == 0.0f ? 0.0f : exponential(base - top);
-        sum = sum * scale + exponential(sink - top);
+        sum = sum * scale + (sink == top ? 1.0f : exponential(sink - top));
         inverse = Arch::divide(scale, sum);
         base = top;
     }

@@ -83,6 +83,19 @@ def test_softcap_alibi_sinks_and_bias_together(kernel, layer):
     compare(run, qkv(b=2, sq=66, sk=130), {**options, "attn_mask": randn(2, 1, 66, 130), "causal": True})
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_a_sink_without_bound_takes_all(kernel, layer, added):
+    run = kernel(layer, attn_mask="added32" if added else "none")
+    options = {"attn_mask": torch.zeros(1, 1, 5, 7)} if added else {}
+    x = qkv(sq=5, sk=7, h=4, hk=2)
+    out, lse = run(*x, sinks=torch.tensor([math.inf, 0.5, -math.inf, math.inf]), **options)
+    plain, plain_lse = run(*x, sinks=torch.tensor([0.5, 0.5, -math.inf, 0.5]), **options)
+    assert (out[:, :, [0, 3]] == 0).all() and (lse[:, [0, 3]] == math.inf).all()
+    assert torch.equal(out[:, :, [1, 2]], plain[:, :, [1, 2]]) and torch.equal(lse[:, [1, 2]], plain_lse[:, [1, 2]])
+    empty, lse = run(*(t[:, :n] for t, n in zip(x, (5, 0, 0), strict=True)), sinks=torch.tensor([-math.inf] * 4))
+    assert (empty == 0).all() and (lse == -math.inf).all()
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 0.3])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_scales_of_any_sign(kernel, layer, scale, softcap):
