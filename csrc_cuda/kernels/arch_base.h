@@ -25,6 +25,7 @@ struct ArchBase {
     XATTN_DEVICE static void barrier() { Isa::barrier(); }
     XATTN_DEVICE static void warp_barrier() { Isa::warp_barrier(); }
     XATTN_DEVICE static bool any(bool x) { return Isa::any(x); }
+    XATTN_DEVICE static s32 shuffle(s32 x, int lane) { return Isa::shuffle(x, lane); }  // what that lane holds
 
     // The same number, of which the compiler knows nothing: what depends on it is computed here, not ahead of the loop,
     // where it would cost registers.

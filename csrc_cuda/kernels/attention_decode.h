@@ -2,8 +2,9 @@
 //
 // A tile is 16 rows: the queries of all heads that share a key head (Scores, packed heads). Its keys are cut into
 // splits, one to a thread block, and the blocks of a split are dealt to the warps. Each warp walks its own key blocks
-// through its own ring of stages in shared memory, with its own softmax, and waits for no other warp. At the end the
-// warps of a block merge in shared memory; the blocks of a tile merge through global memory, by whichever comes last.
+// through its own ring of stages in shared memory, with its own softmax, and waits for no other warp. It looks its keys
+// up in the page table, one to a lane, a block ahead of their copying. At the end the warps of a block merge in shared
+// memory; the blocks of a tile merge through global memory, by whichever comes last.
 // Up to p.num_splits thread blocks share the keys that the sequence really has.
 #pragma once
 
@@ -87,14 +88,18 @@ struct AttentionDecode {
         s32 n = n_first + t.split * each + warp;
 
         const Shared ring = shared + kRing + warp * kRingBytes;
-        const Keys keys{p, PageTable::of(p, t.sequence), t.kv_head, seq.seqlen_k, lane};
+        const Keys keys{p, PageTable::of(p, t.sequence), t.kv_head, min_of(seq.seqlen_k, n_end * kTileN), lane};
+        PageTable::Place places[kStages];
+        XATTN_UNROLL
+        for (int i = 0; i < kStages; ++i) places[i] = keys.find(n + i * kWarps);
         copy_q(p, t, seq, row0, rows, shared, thread);
         Arch::copy_commit();
         XATTN_UNROLL
         for (int i = 0; i < kStages - 1; ++i) {
-            if (n + i * kWarps < n_end) keys.start(ring + i * kStageBytes, n + i * kWarps);
+            if (n + i * kWarps < n_end) keys.start(ring + i * kStageBytes, places[i]);
             Arch::copy_commit();
         }
+        PageTable::Place place = places[kStages - 1];
         const Shared pq = Arch::template rows_pointer<LayoutQ>(shared, 0, lane);
         Shared pk = Arch::template keys_pointer<LayoutK>(ring, lane);
         Shared pv = Arch::template values_pointer<LayoutV>(ring + LayoutK::bytes, lane);
@@ -112,8 +117,9 @@ struct AttentionDecode {
         s32 stage = 0;
         for (; n < n_end; n += kWarps) {
             const s32 ahead = n + (kStages - 1) * kWarps;
-            if (ahead < n_end) keys.start(next, ahead);
+            if (ahead < n_end) keys.start(next, place);
             Arch::copy_commit();
+            place = keys.find(ahead + kWarps);
             Arch::template copy_wait<kStages - 1>();
             Arch::warp_barrier();  // the block is there for all lanes
             s.multiply_qk(pq, pk);
@@ -141,23 +147,29 @@ struct AttentionDecode {
     struct Keys {
         const ForwardParams& p;
         PageTable table;
-        s32 head, seqlen_k;
+        s32 head, end;  // behind the last key
         int lane;
 
-        XATTN_DEVICE void start(Shared stage, s32 n) const {
+        static_assert(kTileN <= Arch::kWarpSize, "a lane looks up one key of a block");
+        XATTN_DEVICE PageTable::Place find(s32 n) const {
+            const s32 key = n * kTileN + lane;
+            return lane < kTileN && key < end ? table.at(key) : PageTable::Place{-1, 0};
+        }
+
+        // `place`: what `find` said of the block.
+        XATTN_DEVICE void start(Shared stage, const PageTable::Place& place) const {
             const u16* k = static_cast<const u16*>(p.k.data) + head * p.k.head_stride;
             const u16* v = static_cast<const u16*>(p.v.data) + head * p.v.head_stride;
-            const s32 key0 = n * kTileN;
-            if constexpr (kDim == kDimV) {  // each key is looked up once for both
-                each_chunk<kDim>(key0, [&](int row, int col, PageTable::Place at) {
+            if constexpr (kDim == kDimV) {  // each key is handed over once for both
+                each_chunk<kDim>(place, [&](int row, int col, PageTable::Place at) {
                     copy<LayoutK>(stage, k, p.k, row, col, at, p.head_dim);
                     copy<LayoutV>(stage + LayoutK::bytes, v, p.v, row, col, at, p.head_dim_v);
                 });
             } else {
-                each_chunk<kDim>(key0, [&](int row, int col, PageTable::Place at) {
+                each_chunk<kDim>(place, [&](int row, int col, PageTable::Place at) {
                     copy<LayoutK>(stage, k, p.k, row, col, at, p.head_dim);
                 });
-                each_chunk<kDimV>(key0, [&](int row, int col, PageTable::Place at) {
+                each_chunk<kDimV>(place, [&](int row, int col, PageTable::Place at) {
                     copy<LayoutV>(stage + LayoutK::bytes, v, p.v, row, col, at, p.head_dim_v);
                 });
             }
@@ -165,15 +177,13 @@ struct AttentionDecode {
 
         // The lane's chunks of a block of rows of kCols elements.
         template <int kCols, class Act>
-        XATTN_DEVICE void each_chunk(s32 key0, Act act) const {
+        XATTN_DEVICE void each_chunk(const PageTable::Place& place, Act act) const {
             constexpr int per_row = kCols / 8, chunks = kTileN * per_row, lanes = Arch::kWarpSize;
             XATTN_UNROLL
             for (int i = 0; i < (chunks + lanes - 1) / lanes; ++i) {
-                const int index = lane + i * lanes, row = index / per_row, col = index % per_row * 8;
-                if (chunks % lanes != 0 && index >= chunks) break;
-                PageTable::Place at{-1, 0};
-                if (key0 + row < seqlen_k) at = table.at(key0 + row);
-                act(row, col, at);
+                const int index = lane + i * lanes, row = min_of(index / per_row, kTileN - 1);
+                const PageTable::Place at{Arch::shuffle(place.page, row), Arch::shuffle(place.slot, row)};
+                if (chunks % lanes == 0 || index < chunks) act(row, index % per_row * 8, at);
             }
         }
         template <class Layout>
@@ -223,6 +233,7 @@ struct AttentionDecode {
 
     // Parts of a tile: the output of rows relative to their references, and the sums of their weights.
     struct InShared {
+        static constexpr int kAtOnce = kWarps;
         Shared at;
         XATTN_DEVICE float reference(int part, int row) const {
             return Arch::load_float(at + part * kPartBytes + (kTileM * kPitch + row) * 4);
@@ -235,6 +246,7 @@ struct AttentionDecode {
         }
     };
     struct InMemory {
+        static constexpr int kAtOnce = 16;
         const float* at;
         XATTN_DEVICE float reference(int part, int row) const {
             return Arch::load_fresh(at + part * kPartial + kTileM * kDimV + row);
@@ -247,23 +259,40 @@ struct AttentionDecode {
         }
     };
 
-    // Four elements of a row, of all parts.
+    // Four elements of a row, of all parts. Many parts are under way at once: memory is far.
     struct Merged {
         float reference, sum, x[4];
         template <class Parts>
         XATTN_DEVICE static Merged of(const Parts& parts, int count, int row, int col) {
             Merged m{-Arch::infinity(), 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
-            for (int i = 0; i < count; ++i) m.reference = Arch::max(m.reference, parts.reference(i, row));
-            if (m.reference == -Arch::infinity()) return m;
-            for (int i = 0; i < count; ++i) {
-                const float weight = S::exponential(parts.reference(i, row) - m.reference);
-                float x[4];
-                parts.output(x, i, row, col);
-                m.sum += weight * parts.sum(i, row);
+            for (int first = 0; first < count; first += Parts::kAtOnce) {
+                float reference[Parts::kAtOnce], sum[Parts::kAtOnce], x[Parts::kAtOnce][4], top = m.reference;
                 XATTN_UNROLL
-                for (int c = 0; c < 4; ++c) m.x[c] += weight * x[c];
+                for (int i = 0; i < Parts::kAtOnce; ++i) {
+                    const int part = min_of(first + i, count - 1);
+                    reference[i] = parts.reference(part, row);
+                    sum[i] = parts.sum(part, row);
+                    parts.output(x[i], part, row, col);
+                }
+                XATTN_UNROLL
+                for (int i = 0; i < Parts::kAtOnce; ++i) top = Arch::max(top, reference[i]);
+                if (top == -Arch::infinity()) continue;
+                m.scale(S::exponential(m.reference - top));
+                m.reference = top;
+                XATTN_UNROLL
+                for (int i = 0; i < Parts::kAtOnce; ++i) {
+                    const float weight = first + i < count ? S::exponential(reference[i] - top) : 0.0f;
+                    m.sum += weight * sum[i];
+                    XATTN_UNROLL
+                    for (int c = 0; c < 4; ++c) m.x[c] += weight * x[i][c];
+                }
             }
             return m;
+        }
+        XATTN_DEVICE void scale(float factor) {
+            sum *= factor;
+            XATTN_UNROLL
+            for (int c = 0; c < 4; ++c) x[c] *= factor;
         }
     };
 

@@ -28,15 +28,8 @@ struct IsaHostLanes {
         });
         return mine;
     }
-    static float shuffle_xor(float x, int mask) {
-        float mine = x;
-        Block::current->in_warp(&mine, [mask](std::vector<void*>& lanes) {
-            float old[kLanes];
-            for (int l = 0; l < kLanes; ++l) old[l] = *static_cast<float*>(lanes[l]);
-            for (int l = 0; l < kLanes; ++l) *static_cast<float*>(lanes[l]) = old[l ^ mask];
-        });
-        return mine;
-    }
+    static float shuffle_xor(float x, int mask) { return exchange(x, thread_index() % kLanes ^ mask); }
+    static s32 shuffle(s32 x, int lane) { return exchange(x, lane); }
     static s32 fresh(s32 x) { return x; }
 
     static float infinity() { return INFINITY; }
@@ -71,6 +64,22 @@ struct IsaHostLanes {
     template <class Element>
     static float widen(Element x) {
         return host::to_float(x);
+    }
+
+  private:
+    // What the lane `from` holds.
+    template <class T>
+    static T exchange(T x, int from) {
+        struct Lane {
+            T x;
+            int from;
+        } mine{x, from};
+        Block::current->in_warp(&mine, [](std::vector<void*>& lanes) {
+            T old[kLanes];
+            for (int l = 0; l < kLanes; ++l) old[l] = static_cast<Lane*>(lanes[l])->x;
+            for (void* l : lanes) static_cast<Lane*>(l)->x = old[static_cast<Lane*>(l)->from];
+        });
+        return mine.x;
     }
 };
 

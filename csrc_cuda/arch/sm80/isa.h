@@ -17,6 +17,7 @@ struct IsaSm80 {
     XATTN_DEVICE static void barrier() { __syncthreads(); }
     XATTN_DEVICE static void warp_barrier() { __syncwarp(); }
     XATTN_DEVICE static bool any(bool x) { return __any_sync(0xffffffffu, x); }
+    XATTN_DEVICE static s32 shuffle(s32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
     XATTN_DEVICE static float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
     XATTN_DEVICE static s32 fresh(s32 x) {
         asm volatile("" : "+r"(x));

@@ -21,6 +21,7 @@ struct IsaCdna {
         __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
     }
     XATTN_DEVICE static bool any(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+    XATTN_DEVICE static s32 shuffle(s32 x, int lane) { return __builtin_amdgcn_ds_bpermute(lane << 2, x); }
     XATTN_DEVICE static float shuffle_xor(float x, int mask) {
         const int lane = __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0));
         return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute((lane ^ mask) << 2, __builtin_bit_cast(int, x)));
