@@ -17,6 +17,7 @@ from .device import Device, detect, from_arch
 from .device import default as default_device
 from .device import of as device_of
 from .fusion import Epilogue
+from .inputs import NO_BOUND
 from .problem import FEATURES, GRADS, Problem, SizeBucket
 from .rotary import Rotary
 
@@ -303,7 +304,7 @@ def attention_paged(
             "paged",
             (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, attn_mask, alibi_slopes, sinks),
             (causal, window, softmax_scale, softcap, return_lse, backend),
-            (max_seqlen_q or longest, max_seqlen_k or 0),
+            (max_seqlen_q or longest, NO_BOUND if max_seqlen_k is None else max_seqlen_k),
             (kv_layout, num_splits, segments.invariant()),
         )
         if found is not None:

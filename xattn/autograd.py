@@ -19,8 +19,8 @@ from .inputs import Inputs
 
 def transforms_active() -> bool:
     """Whether a torch.func transform (grad, vmap, ...) is at work: then autograd.Function must be applied in the
-    open."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    open. Not while a function is compiled, which looks like one."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def no_forward_mode() -> UnsupportedError:

@@ -115,7 +115,7 @@ def repeated(
 
 def run(call: Call) -> Any:
     """Makes the call: everything the host can see is checked before anything is written."""
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
     if not compiling:
         _refuse_transforms(call)
     if compiling and call.out is not None:
@@ -147,7 +147,7 @@ def run(call: Call) -> Any:
         positional = (turned, *positional[1:])
     if call.append is not None:
         torch.ops.xattn.append_paged(**call.append)
-    if not compiling and autograd.transforms_active():
+    if autograd.transforms_active():
         inputs = ops.record(call.kind, positional, call.kwargs)
         if call.kind == "paged":
             validate.call(inputs, asked(inputs))

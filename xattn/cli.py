@@ -118,10 +118,11 @@ def _parser() -> argparse.ArgumentParser:
         "info", help="the devices of this machine, and what each can do", description=_info.__doc__
     )
     info.add_argument("--json", action="store_true", help="print JSON")
-    info.add_argument(
+    only = info.add_mutually_exclusive_group()
+    only.add_argument(
         "--matrix", action="store_true", help="print the support matrix of all architectures, as Markdown or JSON"
     )
-    info.add_argument(
+    only.add_argument(
         "--images", action="store_true", help="list the kernel images of the wheel and of the user's cache"
     )
     info.set_defaults(run=_info, parser=info)

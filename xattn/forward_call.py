@@ -193,7 +193,7 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
         total_k=present(x.page_table).shape[1] * x.page_size if paged else k.shape[0],
         head_dim=x.head_dim,
         head_dim_v=x.head_dim_v,
-        scale=x.scale / x.softcap if x.softcap else x.scale * math.log2(math.e),
+        scale=_finite(x.scale / x.softcap) if x.softcap else x.scale * math.log2(math.e),
         softcap=x.softcap * math.log2(math.e),
         causal=int(x.causal),
         window_left=_distance(x.window_left),
@@ -297,6 +297,12 @@ def prepare(
 def direct(t: Tensor) -> Tensor:
     """The tensor, or a copy of it whose rows start at multiples of 16 bytes."""
     return t if is_direct(t) and t.stride(-3) < 2**31 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _finite(x: float) -> float:
+    """As kernels hold it: 0 times it is 0."""
+    most = torch.finfo(torch.float32).max
+    return max(-most, min(x, most))
 
 
 def _floats(t: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fnuz: "fp8_e4m3fnuz",
     torch.float8_e5m2fnuz: "fp8_e5m2fnuz",
 }
+NO_BOUND = -1  # as max_seqlen_k of paged calls: lengths are bounded by the page table alone
 FP8 = tuple(name for name in DTYPES.values() if name.startswith("fp8"))
 
 
@@ -179,7 +180,7 @@ class Inputs:
             return self.k.shape[1]
         if self.page_table is not None:
             room = self.page_table.shape[1] * self.page_size
-            return min(room, self.max_seqlen_k) if self.max_seqlen_k else room
+            return room if self.max_seqlen_k == NO_BOUND else min(room, self.max_seqlen_k)
         return self.max_seqlen_k
 
     @property

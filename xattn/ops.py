@@ -27,7 +27,7 @@ from . import autograd, dispatch, fusion, launch, paging, probe, repeats, settin
 from .backends import Backend, Config, Unavailable
 from .device import of as device_of
 from .errors import UnsupportedError
-from .inputs import FP8, Inputs, dtype_name, present
+from .inputs import FP8, NO_BOUND, Inputs, dtype_name, present
 from .jit import CompileError
 from .kernel_call import ImageRefused
 from .rotary import Rotary
@@ -146,7 +146,8 @@ def record(kind: str, args: tuple, kwargs: dict[str, Any]) -> Inputs:
         fields["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if kind == "paged":
         fields["kv_layout"] = fields.get("kv_layout", "NHD")
-        fields["max_seqlen_k"] = fields.get("max_seqlen_k") or 0
+        if fields.get("max_seqlen_k") is None:
+            fields["max_seqlen_k"] = NO_BOUND
         if (
             fields.get("max_seqlen_q") is None
         ):  # packed queries whose longest run was not given: no run is longer than all

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import places, status
-from .inputs import DTYPES, FP8, Inputs, address, dtype_name, present
+from .inputs import DTYPES, FP8, NO_BOUND, Inputs, address, dtype_name, present
 
 _LARGEST = 2**63 - 1
 _SMALLEST, _LARGEST_FACTOR = 2.0**-126, 1e30  # the first normal number of float32; and far from its last
@@ -484,7 +484,7 @@ def values(x: Inputs, lengths: Tensor | None = None) -> None:
         allowed = f"0 to {tokens}, the tokens that the page table has room for"
         status.report("seqlens_k", (seqlens_k < 0) | (seqlens_k > tokens), "seqlens_k", seqlens_k, allowed)
         longest = seqlens_k if lengths is None else lengths
-        if x.max_seqlen_k:
+        if x.max_seqlen_k != NO_BOUND:
             bound = "at least the longest sequence in the cache, with its new tokens"
             status.report("max_seqlen", longest > x.max_seqlen_k, "max_seqlen_k", x.max_seqlen_k, bound)
         first = torch.arange(page_table.shape[1], device=x.q.device) * x.page_size

@@ -39,8 +39,12 @@ struct ArchBase {
     XATTN_DEVICE static float divide(float a, float b) { return Isa::divide(a, b); }
     XATTN_DEVICE static float exp2(float x) { return Isa::exp2(x); }
     XATTN_DEVICE static float log2(float x) { return Isa::log2(x); }
+    // Rounded for itself, which a compiler may not fuse with what is added to it.
+    XATTN_DEVICE static float product(float a, float b) { return Isa::product(a, b); }
     // (1 - e) / (1 + e) with e = exp(-2 |x|): exact to the rounding of the exponential, which approximations are not.
+    // For small numbers, where 1 - e is not, the series x - x^3 / 3 + 2 x^5 / 15.
     XATTN_DEVICE static float tanh(float x) {
+        if (x * x < 0.0025f) return x * fma(x * x, fma(x * x, 2.0f / 15, -1.0f / 3), 1.0f);
         const float e = exp2(-2.0f * kLog2e * (x < 0.0f ? -x : x));
         const float y = Isa::divide(1.0f - e, 1.0f + e);
         return x < 0.0f ? -y : y;

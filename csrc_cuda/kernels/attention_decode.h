@@ -37,6 +37,7 @@ struct AttentionDecode {
     using LayoutK = TileLayout<kTileN, kDim>;
     using LayoutV = TileLayout<kTileN, kDimV>;
     using S = Scores<Arch, Config, true>;
+    using Soft = Softmax<Arch, S, kRows>;
     using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV>;
 
     static constexpr int kStageBytes = LayoutK::bytes + LayoutV::bytes;
@@ -264,7 +265,7 @@ struct AttentionDecode {
         float reference, sum, x[4];
         template <class Parts>
         XATTN_DEVICE static Merged of(const Parts& parts, int count, int row, int col) {
-            Merged m{-Arch::infinity(), 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+            Merged m{Soft::none(), 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
             for (int first = 0; first < count; first += Parts::kAtOnce) {
                 float reference[Parts::kAtOnce], sum[Parts::kAtOnce], x[Parts::kAtOnce][4], top = m.reference;
                 XATTN_UNROLL
@@ -276,12 +277,11 @@ struct AttentionDecode {
                 }
                 XATTN_UNROLL
                 for (int i = 0; i < Parts::kAtOnce; ++i) top = Arch::max(top, reference[i]);
-                if (top == -Arch::infinity()) continue;
-                m.scale(S::exponential(m.reference - top));
+                m.scale(Soft::factor(m.reference, top));
                 m.reference = top;
                 XATTN_UNROLL
                 for (int i = 0; i < Parts::kAtOnce; ++i) {
-                    const float weight = first + i < count ? S::exponential(reference[i] - top) : 0.0f;
+                    const float weight = first + i < count ? Soft::factor(reference[i], top) : 0.0f;
                     m.sum += weight * sum[i];
                     XATTN_UNROLL
                     for (int c = 0; c < 4; ++c) m.x[c] += weight * x[i][c];
@@ -330,10 +330,10 @@ struct AttentionDecode {
         for (int index = thread; index < kTileM * kColumns; index += kThreads) {
             const int row = index / kColumns, col = index % kColumns * 4;
             if (row0 + row >= rows) break;
-            const Merged m = Merged::of(parts, count, row, col);
+            Merged m = Merged::of(parts, count, row, col);
             const s32 query = S::query(p, row0 + row), ratio = s32(p.gqa_ratio.value);
             const s32 head = t.kv_head * ratio + row0 + row - query * ratio;
-            float base = m.reference == -Arch::infinity() ? 0.0f : m.reference, sum = m.sum, inverse;
+            float base = m.reference == Soft::none() ? 0.0f : m.reference, sum = m.sum, inverse;
             if (p.sinks)
                 S::add_sink(p.sinks[head], base, sum, inverse);
             else
@@ -345,6 +345,7 @@ struct AttentionDecode {
             }
             if (col < p.head_dim_v) {
                 u16* out = static_cast<u16*>(p.out.data) + place(p.out, p, t, seq, row0 + row) + col;
+                if (inverse == 0.0f) m.x[0] = m.x[1] = m.x[2] = m.x[3] = 0.0f;  // it has no key
                 const u64 low = Arch::template pack<Element>(m.x[0] * inverse, m.x[1] * inverse);
                 const u64 high = Arch::template pack<Element>(m.x[2] * inverse, m.x[3] * inverse);
                 *reinterpret_cast<u64*>(out) = low | high << 32;

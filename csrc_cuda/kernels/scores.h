@@ -124,8 +124,8 @@ struct Scores {
         return kAdded ? Arch::fma(Arch::log2(sum), kLn2, base) : (base + Arch::log2(sum)) * kLn2;
     }
 
-    // One more key with that logit and value 0: changes the base, the sum and the output's factor. One of infinity takes
-    // all there is.
+    // One more key with that logit and value 0: changes the base, the sum and the output's factor. One of infinity
+    // takes all there is.
     XATTN_DEVICE static void add_sink(float logit, float& base, float& sum, float& inverse) {
         const float sink = logit * kUnit;
         const float top = sum == 0.0f ? sink : Arch::max(base, sink);
@@ -159,10 +159,10 @@ struct Scores {
         }
         const u8* at = mask_row + (row * p.mask_row_stride + key * p.mask_col_stride) * kMaskBytes;
         if (Config::attn_mask == Mask::boolean) return *at ? x : -Arch::infinity();
-        if (Config::attn_mask == Mask::added16) {
-            return x + Arch::template to_float<typename Config::Element>(*reinterpret_cast<const u16*>(at));
-        }
-        return x + *reinterpret_cast<const float*>(at);
+        const float added = Config::attn_mask == Mask::added16
+                                ? Arch::template to_float<typename Config::Element>(*reinterpret_cast<const u16*>(at))
+                                : *reinterpret_cast<const float*>(at);
+        return added == -Arch::infinity() ? added : x + added;  // it hides NaN, too
     }
 };
 

@@ -1,7 +1,11 @@
 // Online softmax (Milakov and Gimelshein, 2018) of the rows that a lane holds, in the units of Scores.
 //
-// The reference of a row need not be its exact maximum: it moves only when a score exceeds it by more than kSlack, so
-// that the common step neither exchanges maxima between lanes nor rescales the output.
+// The reference of a row need not be its exact maximum: it moves only when a score exceeds it by kSlack, so that the
+// common step neither exchanges maxima between lanes nor rescales the output.
+//
+// Where scores are plain, one rounding makes a product a score relative to its base, and the base was rounded as well:
+// from kFar on the two differ by more than weights can hold. A score as large as the reference counts as a move there,
+// as adding kSlack changes nothing, and the move makes the block's products exact; whatever is smaller stays below 1.
 #pragma once
 
 #include "kernels/platform.h"
@@ -11,34 +15,83 @@ namespace xattn {
 template <class Arch, class Scores, int kRows>  // rows a lane holds
 struct Softmax {
     static constexpr float kSlack = 8.0f;
+    static constexpr float kFar = 134217728.0f;  // 2^27: half a unit in the last place is 8
+    // The reference of a row that has seen no key: less than any score, and no score that is plain is compared with it.
+    XATTN_DEVICE static float none() { return Scores::kPlain ? -3.402823466e38f : -Arch::infinity(); }
     float reference[kRows];
     float row_sum[kRows];  // of this lane's columns; summed over lanes at the end
 
     XATTN_DEVICE void reset() {
         XATTN_UNROLL
-        for (int r = 0; r < kRows; ++r) reference[r] = -Arch::infinity(), row_sum[r] = 0.0f;
+        for (int r = 0; r < kRows; ++r) reference[r] = none(), row_sum[r] = 0.0f;
     }
 
-    // Takes the largest score of each row among this lane's columns. Returns whether `factor` must be applied to the
-    // output.
-    XATTN_DEVICE bool move_reference(const float (&largest)[kRows], float (&factor)[kRows]) {
+    // Takes the largest score of each row among this lane's columns, and their scores or products in `s`; `base` is
+    // what Scores::weight is to be given. Returns whether `factor` must be applied to the output.
+    template <class Accumulator, int n>
+    XATTN_DEVICE bool move_reference(const ForwardParams& p, const float (&largest)[kRows], float (&factor)[kRows],
+                                     float (&base)[kRows], Accumulator (&s)[n]) {
         bool moves = false;
         XATTN_UNROLL
-        for (int r = 0; r < kRows; ++r) moves |= largest[r] > reference[r] + kSlack;
-        if (!Arch::any(moves)) return false;
+        for (int r = 0; r < kRows; ++r) {
+            const float top = reference[r] + kSlack;
+            moves |= Scores::kPlain ? largest[r] >= top : largest[r] > top;
+        }
+        const bool moved = Arch::any(moves);
+        if (moved) move(largest, factor);
+        XATTN_UNROLL
+        for (int r = 0; r < kRows; ++r) base[r] = this->base(r);
+        if (Scores::kPlain && moved) make_exact(p, base, s);
+        return moved;
+    }
+
+    // What is subtracted from the scores of a row; 0 where it has seen no key.
+    XATTN_DEVICE float base(int r) const { return reference[r] == none() ? 0.0f : reference[r]; }
+
+    // How much less a row's sum and output weigh when its reference becomes `top`. Without a key they are 0, or NaN.
+    XATTN_DEVICE static float factor(float from, float top) {
+        return from == none() ? 1.0f : Scores::exponential(from - top);
+    }
+
+  private:
+    XATTN_DEVICE void move(const float (&largest)[kRows], float (&factors)[kRows]) {
         XATTN_UNROLL
         for (int r = 0; r < kRows; ++r) {
             const float top = Arch::row_max(Arch::max(largest[r], reference[r]));
             const float old = reference[r];
             reference[r] = top;
-            factor[r] = top == -Arch::infinity() ? 1.0f : Scores::exponential(old - top);
-            row_sum[r] *= factor[r];
+            factors[r] = factor(old, top);
+            row_sum[r] *= factors[r];
         }
-        return true;
     }
-
-    // What is subtracted from the scores of a row; 0 where it has seen no key.
-    XATTN_DEVICE float base(int r) const { return reference[r] == -Arch::infinity() ? 0.0f : reference[r]; }
+    // Where a row is far out: products of which Scores::weight makes, with a base of 0, what twice rounded scores give.
+    template <class Accumulator, int n>
+    XATTN_DEVICE static void make_exact(const ForwardParams& p, float (&base)[kRows], Accumulator (&s)[n]) {
+        bool far = false;
+        XATTN_UNROLL
+        for (int r = 0; r < kRows; ++r) far |= Arch::max(base[r], -base[r]) >= kFar;
+        if (!far) return;
+        const float inverse = Arch::divide(1.0f, p.scale);
+        XATTN_UNROLL
+        for (int i = 0; i < n; ++i) XATTN_UNROLL
+        for (int e = 0; e < Arch::kElements; ++e)
+            s[i].x[e] = (Arch::product(s[i].x[e], p.scale) - base[Arch::row_slot(e)]) * inverse;
+        XATTN_UNROLL
+        for (int r = 0; r < kRows; ++r) base[r] = 0.0f;
+    }
 };
+
+// Rows without a key are 0, whatever the values of keys that they do not see. `inverse`: what rows are multiplied by.
+template <class Arch, class Accumulator, int n, int rows>
+XATTN_DEVICE void clear_empty(Accumulator (&x)[n], const float (&inverse)[rows]) {
+    bool empty = false;
+    XATTN_UNROLL
+    for (int r = 0; r < rows; ++r) empty |= inverse[r] == 0.0f;
+    if (!Arch::any(empty)) return;
+    XATTN_UNROLL
+    for (int i = 0; i < n; ++i) XATTN_UNROLL
+    for (int e = 0; e < Arch::kElements; ++e)
+        if (inverse[Arch::row_slot(e)] == 0.0f) x[i].x[e] = 0.0f;
+}
 
 }  // namespace xattn

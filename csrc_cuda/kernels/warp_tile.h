@@ -66,7 +66,7 @@ struct WarpTile {
         for (int g = 0; g < kRowGroups; ++g) {
             scores.modify(acc_s[g], g, key0);
             if (!whole) scores.mask(acc_s[g], g, key0);
-            float largest[kRows], factor[kRows];
+            float largest[kRows], factor[kRows], base[kRows];
             XATTN_UNROLL
             for (int r = 0; r < kRows; ++r) largest[r] = -Arch::infinity();
             XATTN_UNROLL
@@ -74,7 +74,7 @@ struct WarpTile {
             for (int e = 0; e < Arch::kElements; ++e)
                 largest[Arch::row_slot(e)] = Arch::max(largest[Arch::row_slot(e)], acc_s[g][n].x[e]);
             S::to_scores(scores.p, largest);
-            if (soft[g].move_reference(largest, factor)) {
+            if (soft[g].move_reference(scores.p, largest, factor, base, acc_s[g])) {
                 XATTN_UNROLL
                 for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
                 for (int e = 0; e < Arch::kElements; ++e) acc_o[g][d].x[e] *= factor[Arch::row_slot(e)];
@@ -83,7 +83,7 @@ struct WarpTile {
             for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
             for (int e = 0; e < Arch::kElements; ++e) {
                 const int r = Arch::row_slot(e);
-                const float w = S::weight(scores.p, acc_s[g][n].x[e], soft[g].base(r));
+                const float w = S::weight(scores.p, acc_s[g][n].x[e], base[r]);
                 acc_s[g][n].x[e] = w;
                 soft[g].row_sum[r] += w;
             }

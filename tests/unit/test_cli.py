@@ -72,6 +72,12 @@ def test_info_matrix(capsys):
     assert capsys.readouterr().out == support.markdown() + "\n"
 
 
+def test_info_answers_one_question(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["info", "--matrix", "--images"])
+    assert "--images: not allowed with argument --matrix" in capsys.readouterr().err
+
+
 def test_info_matrix_json(capsys):
     assert cli.main(["info", "--matrix", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -293,3 +293,14 @@ def test_in_the_place_of_torchs(monkeypatch):
     got.sum().backward()
     for backend in ("sdpa", "reference"):
         xattn.attention(*(t.transpose(1, 2) for t in (q, k, v)), backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_causal_call_follows_the_lengths():
+    def call(q, k):
+        return scaled_dot_product_attention(q, k, k, is_causal=True)
+
+    traced = torch.jit.trace(call, (torch.randn(1, 2, 4, 8), torch.randn(1, 2, 5, 8)))
+    for seqlen_q, seqlen_k in ((4, 5), (7, 3), (3, 9)):
+        q, k = torch.randn(1, 2, seqlen_q, 8), torch.randn(1, 2, seqlen_k, 8)
+        torch.testing.assert_close(traced(q, k), F.scaled_dot_product_attention(q, k, k, is_causal=True))

@@ -610,3 +610,11 @@ def test_inference_mode_and_meta():
     pages = torch.empty(4, 16, 2, 8, dtype=FN, device="meta")
     out, layout = convert_pages(pages, plain(FN, 2.0), KVLayout(FNUZ, "HND", 32))
     assert (out.shape, out.device.type) == ((2, 2, 32, 8), "meta")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_pages_are_converted_in_a_compiled_function(backend):
+    src, dst = KVLayout(torch.float32, "NHD", 4), KVLayout(torch.float32, "HND", 2)
+    pages = torch.randn(6, 4, 2, 16)
+    compiled = torch.compile(lambda x: convert_pages(x, src, dst)[0], backend=backend)
+    assert torch.equal(compiled(pages), convert_pages(pages, src, dst)[0])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import xattn
-from xattn.inputs import Inputs
+from xattn.inputs import NO_BOUND, Inputs
 from xattn.segments import segments
 
 
@@ -340,7 +340,7 @@ def test_dropout_is_drawn_from_torchs_generator(target, append):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("bound, extent", [(0, 32), (9, 9), (99, 32)])
+@pytest.mark.parametrize("bound, extent", [(NO_BOUND, 32), (0, 0), (9, 9), (99, 32)])
 def test_what_is_gathered_ends_at_the_bound(packed, bound, extent):
     """Where the host does not know the lengths."""
     shape = (4, 6, 16) if packed else (2, 2, 6, 16)
@@ -367,6 +367,13 @@ def test_a_cache_of_float64_keeps_its_precision_under_a_scale():
     at = (given["page_table"][0, 1].long(), 1)  # the sixth token
     assert torch.equal(wide["k_cache"][at], wide["k_new"][0, 0] / 3)
     assert torch.equal(wide["v_cache"][at], wide["v_new"][0, 0] / 7)
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_bound_below_the_lengths_is_an_error(bound):
+    given = arguments.made("paged")
+    with pytest.raises(xattn.DeviceValueError, match=f"max_seqlen_k: got {bound}; allowed: at least the longest"):
+        arguments.call("paged", given | {"max_seqlen_k": bound})
 
 
 def test_the_plan_names_the_kernel_that_answers():

@@ -574,6 +574,37 @@ def test_export_refuses_user_functions(options, how):
 
 
 # ---------------------------------------------------------------- TorchScript
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("what", ["k_new", "rotary", "both", "out"])
+def test_a_trace_writes_and_turns(what):
+    """Whatever is written to; and what later calls get wrong is an error before that."""
+    rotary = xattn.Rotary(torch.randn(16, 8), torch.randn(16, 8)) if what in ("rotary", "both") else None
+    new = torch.randn(2, 1, 2, 16)
+    table = torch.tensor([[0], [1]])
+
+    def call(q, k, v, lengths, out):
+        if what == "out":
+            return xattn.attention(q, k, v, out=out)
+        added = {} if what == "rotary" else {"k_new": new, "v_new": new}
+        return xattn.attention_paged(q, k, v, table, lengths, rotary=rotary, **added)
+
+    def inputs(lengths, seed):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((2, 1, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16), (2, 1, 4, 16))
+        q, k, v, out = (torch.randn(shape, generator=generator) for shape in shapes)
+        return q, k, v, torch.tensor(lengths), out
+
+    traced = torch.jit.trace(call, inputs([3, 5], 1), check_trace=False)
+    found, wanted = inputs([1, 7], 2), inputs([1, 7], 2)
+    assert torch.equal(traced(*found), call(*wanted))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    if what in ("k_new", "both"):
+        found, before = inputs([1, 8], 3), inputs([1, 8], 3)
+        with pytest.raises(RuntimeError):
+            traced(*found)
+        assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
+
+
 class Scripted(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out, lse = torch.ops.xattn.attention(q, k, v, causal=True, return_lse=True)

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", **several, help="of q (default: 2048 / head_dim; 2 on a CPU)")
     parser.add_argument("--heads-kv", **several, help="of k and v (default: as q)")
     parser.add_argument("--head-dim", **several, help="default: 64 128 256; 64 on a CPU")
-    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), default=["bf16"], help="default: bf16")
-    parser.add_argument("--mask", nargs="+", choices=("full", "causal"), default=["full", "causal"])
+    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES), help="default: bf16")
+    parser.add_argument("--mask", nargs="+", choices=("full", "causal"), help="default: both")
     parser.add_argument("--backend", nargs="+", help="default: the one that the plan chooses, and sdpa")
     parser.add_argument(
         "--set", nargs="+", metavar="NAME=VALUE", default=[], help="values of the configuration, as plans print them"
@@ -54,6 +54,10 @@ def main(args: argparse.Namespace) -> int:
     if args.out and not args.tune:
         raise ValueError("--out: got a file without --tune")
     if args.tune:
+        given = vars(args)
+        for name in ("batch", "seqlen", "heads", "heads_kv", "head_dim", "dtype", "mask", "backend", "set"):
+            if given[name]:
+                raise ValueError(f"--{name.replace('_', '-')}: got a value with --tune, which measures its own calls")
         return tune.main(place, Path(args.out or "tiles.json"), args.rounds, args.json)
     cases = _cases(args, place)
     results = []
@@ -128,7 +132,7 @@ def _cases(args: argparse.Namespace, place: torch.device) -> list[Case]:
     dims = args.head_dim or ([64, 128, 256] if gpu else [64])
     lengths = args.seqlen or ([512, 2048, 8192] if gpu else [128])
     cases = []
-    for dtype, d, mask, n in product(args.dtype, dims, args.mask, lengths):
+    for dtype, d, mask, n in product(args.dtype or ["bf16"], dims, args.mask or ["full", "causal"], lengths):
         for heads in args.heads or [max(1, 2048 // d) if gpu else 2]:
             for heads_kv in args.heads_kv or [heads]:
                 if heads % heads_kv:

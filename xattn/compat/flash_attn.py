@@ -11,7 +11,8 @@ Where FlashAttention 2's kernels do other than its documentation says, the docum
 
 What FlashAttention 2 refuses and xattn can do is done: other dtypes and head dimensions, any strides, int64 lengths,
 pages of any size, no batch, dropout beside softcap, cache_leftpad beside block_table, short rotary tables. A distance
-of window_size below -1 is an error. Errors are xattn's, by the names of the arguments here: TypeError, ValueError and
+of window_size below -1 is an error. Errors are xattn's, by the names of the arguments here (in a compiled function by
+those of xattn, for values in tensors): TypeError, ValueError and
 xattn.UnsupportedError, on the CPU for values in tensors too, before anything is written. On a GPU those values are
 reported by xattn.check_errors().
 """

@@ -35,6 +35,7 @@ struct IsaHostLanes {
     static float infinity() { return INFINITY; }
     static float max(float a, float b) { return std::fmax(a, b); }
     static float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
+    static float product(float a, float b) { return a * b; }
     static float divide(float a, float b) { return a / b; }
     static float exp2(float x) { return std::exp2f(x); }
     static float log2(float x) { return std::log2f(x); }

@@ -28,6 +28,7 @@ struct IsaSm80 {
     XATTN_DEVICE static float infinity() { return __int_as_float(0x7f800000); }
     XATTN_DEVICE static float max(float a, float b) { return fmaxf(a, b); }
     XATTN_DEVICE static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+    XATTN_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
     XATTN_DEVICE static float divide(float a, float b) { return __fdividef(a, b); }
     XATTN_DEVICE static float exp2(float x) {
         float y;

@@ -313,9 +313,9 @@ struct Sm90Forward {
             const Visible visible = keys.visible(p);
             const s32 first_row = rows.row0 + group * 64;
             const s32 last_row = min_of(first_row + 64, rows.row0 + rows.rows) - 1;
-            span = {works.stage(), keys.n_first,
-                    Span::blocks((visible.first(last_row) + kTileN - 1) / kTileN,
-                                 (visible.last(first_row) + 1) / kTileN)};
+            span = {
+                works.stage(), keys.n_first,
+                Span::blocks((visible.first(last_row) + kTileN - 1) / kTileN, (visible.last(first_row) + 1) / kTileN)};
             n_last = keys.n_last;
             works.next();
             return true;
@@ -462,8 +462,8 @@ struct Sm90Forward {
             }
             float largest[2] = {Arch::max(part[0][0], part[0][1]), Arch::max(part[1][0], part[1][1])};
             S::to_scores(p, largest);
-            const bool moved = soft.move_reference(largest, factor);
-            const float base[2] = {soft.base(0), soft.base(1)};
+            float base[2];
+            const bool moved = soft.move_reference(p, largest, factor, base, acc_s);
             XATTN_UNROLL
             for (int g = 0; g < kKeyGroups; ++g) XATTN_UNROLL
             for (int e = 0; e < 8; ++e) {
@@ -525,12 +525,16 @@ struct Sm90Forward {
             release_work(span.slot);
         }
 
+        // Two elements. A row without a key is 0, whatever the values of keys that it does not see.
+        XATTN_DEVICE static u32 output(const float* x, float inverse) {
+            const u32 pair = IsaSm80::pack(Element{}, x[0] * inverse, x[1] * inverse);
+            return inverse == 0.0f ? 0 : pair;
+        }
         XATTN_DEVICE OperandA output(int g, const Inverse& inverse) const {
             const float* x = acc_o[g].x;
             OperandA packed;
             XATTN_UNROLL
-            for (int i = 0; i < 4; ++i)
-                packed.x[i] = IsaSm80::pack(Element{}, x[2 * i] * inverse.x[i % 2], x[2 * i + 1] * inverse.x[i % 2]);
+            for (int i = 0; i < 4; ++i) packed.x[i] = output(x + 2 * i, inverse.x[i % 2]);
             return packed;
         }
 
@@ -576,10 +580,8 @@ struct Sm90Forward {
                 for (int c = 0; c < kDimV / 32; ++c) {
                     u32 x[4];
                     XATTN_UNROLL
-                    for (int i = 0; i < 4; ++i) {
-                        const float* pair = &acc_o[2 * c + i / 2].x[4 * (i % 2) + 2 * r];
-                        x[i] = IsaSm80::pack(Element{}, pair[0] * inverse.x[r], pair[1] * inverse.x[r]);
-                    }
+                    for (int i = 0; i < 4; ++i)
+                        x[i] = output(&acc_o[2 * c + i / 2].x[4 * (i % 2) + 2 * r], inverse.x[r]);
                     transpose(x, quad);
                     if (row < rows && 32 * c + 8 * quad < p.head_dim_v) IsaSm80::store_global(to + 32 * c, x);
                 }

@@ -183,7 +183,8 @@ struct TileFinder {
         for (s32 r = 0; r < rows.rows; ++r)
             for (s32 c = lane * 8; c < p.head_dim_v; c += 256)
                 *reinterpret_cast<Quad*>(to.out + r * p.out.row_stride + c) = Quad{{0, 0, 0, 0}};
-        for (s32 r = lane; p.lse && r < rows.rows; r += 32) to.lse[r] = sink ? p.sinks[rows.head] : -IsaSm80::infinity();
+        for (s32 r = lane; p.lse && r < rows.rows; r += 32)
+            to.lse[r] = sink ? p.sinks[rows.head] : -IsaSm80::infinity();
     }
 };
 

@@ -34,6 +34,10 @@ struct IsaCdna {
     XATTN_DEVICE static float infinity() { return __builtin_inff(); }
     XATTN_DEVICE static float max(float a, float b) { return __builtin_fmaxf(a, b); }
     XATTN_DEVICE static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+    XATTN_DEVICE static float product(float a, float b) {
+#pragma clang fp contract(off)
+        return a * b;
+    }
     XATTN_DEVICE static float divide(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
     XATTN_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
     XATTN_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
