@@ -37,10 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "tests/gpu/" in item.path.as_posix() and item.get_closest_marker("gpu") is None:
             item.add_marker("gpu")
         marker = item.get_closest_marker("gpu")
+        together = item.get_closest_marker("one_worker")
+        if config.pluginmanager.hasplugin("xdist") and (marker or together):  # under --dist loadgroup
+            item.add_marker(pytest.mark.xdist_group("gpu" if marker else together.args[0]))
         if marker is None:
             continue
-        if config.pluginmanager.hasplugin("xdist"):  # under --dist loadgroup one worker has the GPUs to itself
-            item.add_marker(pytest.mark.xdist_group("gpu"))
         needed = marker.kwargs.get("count", 1)
         if num_gpus < needed:
             found = f"{num_gpus} of {needed} GPUs" if num_gpus else "no GPU"

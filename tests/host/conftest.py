@@ -31,7 +31,7 @@ def launchers(tmp_path_factory):
     return {backend: HostLauncher(backend, tmp_path_factory.mktemp(backend)) for backend in DEVICES}
 
 
-@pytest.fixture(params=[pytest.param(b, marks=pytest.mark.xdist_group(f"host-{b}")) for b in DEVICES])
+@pytest.fixture(params=[pytest.param(b, marks=pytest.mark.one_worker(f"host-{b}")) for b in DEVICES])
 def target(request, launchers, monkeypatch):
     """A backend on a CPU that passes for its device."""
     backend = request.param

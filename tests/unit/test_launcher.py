@@ -18,6 +18,8 @@ import xattn
 from xattn import kernel_call, launch_bindings, launch_library
 from xattn.images import ImageSpec, source_roots
 
+pytestmark = pytest.mark.one_worker("launcher")
+
 HERE = Path(__file__).parent / "launcher"
 CONFIG = (
     ("element", "bf16"),

@@ -19,6 +19,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.one_worker("packaging")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -3,10 +3,12 @@
 // memory starts as NaN; asynchronous copies land as late as they may.
 #pragma once
 
+#undef _FORTIFY_SOURCE  // its longjmp knows of one stack only
+
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
-
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -31,11 +33,12 @@ struct Group {
     std::vector<void*> slots;  // what each lane brings to an operation
 };
 
+// It begins as a context; from then on jumps lead there and back, which unlike swapcontext ask nothing of the kernel.
 struct Fibre {
     ucontext_t context{};
-    std::unique_ptr<char[]> stack;
+    jmp_buf place;
     int index = 0;
-    bool done = false;
+    bool begun = false, done = false;
     const Group* waits_for = nullptr;
     u64 generation = 0;
     std::vector<std::vector<Copy>> copies{1};  // the last group is open
@@ -65,11 +68,10 @@ class Block {
             Fibre& f = fibres_[i];
             f = Fibre{};
             f.index = int(i);
-            f.stack = std::make_unique<char[]>(kStack);
+            if (stacks.size() <= i) stacks.emplace_back(new char[kStack]);
             getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack.get();
+            f.context.uc_stack.ss_sp = stacks[i].get();
             f.context.uc_stack.ss_size = kStack;
-            f.context.uc_link = &scheduler_;
             makecontext(&f.context, reinterpret_cast<void (*)()>(&Block::enter), 0);
         }
         Block* outer = current;
@@ -88,7 +90,7 @@ class Block {
             const size_t turns = 1 + random_() % ready.size();
             for (size_t n = 0; n < turns; ++n) {
                 fibre = ready[n];
-                swapcontext(&scheduler_, &fibre->context);
+                resume();
                 if (fibre->done) --left;
                 if (!error_.empty()) {
                     current = outer;
@@ -113,7 +115,7 @@ class Block {
         }
         self->waits_for = &group;
         self->generation = group.generation;
-        swapcontext(&self->context, &scheduler_);
+        if (!_setjmp(self->place)) _longjmp(scheduler_, 1);
         self->waits_for = nullptr;
     }
     template <class Act>
@@ -159,7 +161,17 @@ class Block {
         Block* block = current;
         (*block->body_)();
         block->fibre->done = true;
+        _longjmp(block->scheduler_, 1);
     }
+    // Goes on with `fibre` until it waits or is done.
+    void resume() {
+        if (_setjmp(scheduler_)) return;
+        if (fibre->begun) _longjmp(fibre->place, 1);
+        fibre->begun = true;
+        setcontext(&fibre->context);
+    }
+
+    static thread_local std::vector<std::unique_ptr<char[]>> stacks;  // of the lanes of whatever block runs
 
     std::vector<u8> shared_;
     std::mt19937_64 random_;
@@ -167,11 +179,12 @@ class Block {
     std::vector<Fibre> fibres_;
     std::vector<Group> warps_;
     Group all_;
-    ucontext_t scheduler_{};
+    jmp_buf scheduler_;
     const std::function<void()>* body_ = nullptr;
     std::string error_;
 };
 
 inline thread_local Block* Block::current = nullptr;
+inline thread_local std::vector<std::unique_ptr<char[]>> Block::stacks;
 
 }  // namespace xattn::host
