@@ -333,7 +333,7 @@ struct AttentionDecode {
             Merged m = Merged::of(parts, count, row, col);
             const s32 query = S::query(p, row0 + row), ratio = s32(p.gqa_ratio.value);
             const s32 head = t.kv_head * ratio + row0 + row - query * ratio;
-            float base = m.reference == Soft::none() ? 0.0f : m.reference, sum = m.sum, inverse;
+            float base = Soft::base_of(m.reference), sum = m.sum, inverse;
             if (p.sinks)
                 S::add_sink(p.sinks[head], base, sum, inverse);
             else

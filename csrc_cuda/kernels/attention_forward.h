@@ -156,7 +156,7 @@ struct AttentionForward {
                     p.lse[at] = scores.lse(base, sum);
                 }
             }
-            clear_empty<Arch>(s.acc_o[g], inverse);
+            s.clear_empty(g, inverse);
             XATTN_UNROLL
             for (int d = 0; d < kDimV / 16; ++d) {
                 XATTN_UNROLL

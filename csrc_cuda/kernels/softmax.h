@@ -46,7 +46,8 @@ struct Softmax {
     }
 
     // What is subtracted from the scores of a row; 0 where it has seen no key.
-    XATTN_DEVICE float base(int r) const { return reference[r] == none() ? 0.0f : reference[r]; }
+    XATTN_DEVICE static float base_of(float reference) { return reference == none() ? 0.0f : reference; }
+    XATTN_DEVICE float base(int r) const { return base_of(reference[r]); }
 
     // How much less a row's sum and output weigh when its reference becomes `top`. Without a key they are 0, or NaN.
     XATTN_DEVICE static float factor(float from, float top) {
@@ -80,18 +81,5 @@ struct Softmax {
         for (int r = 0; r < kRows; ++r) base[r] = 0.0f;
     }
 };
-
-// Rows without a key are 0, whatever the values of keys that they do not see. `inverse`: what rows are multiplied by.
-template <class Arch, class Accumulator, int n, int rows>
-XATTN_DEVICE void clear_empty(Accumulator (&x)[n], const float (&inverse)[rows]) {
-    bool empty = false;
-    XATTN_UNROLL
-    for (int r = 0; r < rows; ++r) empty |= inverse[r] == 0.0f;
-    if (!Arch::any(empty)) return;
-    XATTN_UNROLL
-    for (int i = 0; i < n; ++i) XATTN_UNROLL
-    for (int e = 0; e < Arch::kElements; ++e)
-        if (inverse[Arch::row_slot(e)] == 0.0f) x[i].x[e] = 0.0f;
-}
 
 }  // namespace xattn

@@ -32,6 +32,18 @@ struct WarpTile {
         for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
         for (int d = 0; d < kDimV / 16; ++d) acc_o[g][d].clear();
     }
+    // Rows without a key are 0, whatever the values of keys that they do not see. `inverse`: what rows are multiplied
+    // by.
+    XATTN_DEVICE void clear_empty(int g, const float (&inverse)[kRows]) {
+        bool empty = false;
+        XATTN_UNROLL
+        for (int r = 0; r < kRows; ++r) empty |= inverse[r] == 0.0f;
+        if (!Arch::any(empty)) return;
+        XATTN_UNROLL
+        for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
+        for (int e = 0; e < Arch::kElements; ++e)
+            if (inverse[Arch::row_slot(e)] == 0.0f) acc_o[g][d].x[e] = 0.0f;
+    }
     XATTN_DEVICE void keep_q(Shared pq) {
         XATTN_UNROLL
         for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL

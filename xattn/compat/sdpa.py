@@ -75,7 +75,8 @@ def scaled_dot_product_attention(
                 f"attn_mask: got shape {tuple(attn_mask.shape)}; allowed: a shape that broadcasts to {full}"
             ) from error
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    if is_causal and torch.jit.is_tracing():  # type: ignore[attr-defined]  # a mask follows the lengths of later calls, numbers would not
+    # A trace keeps numbers: a mask follows the lengths of later calls.
+    if is_causal and torch.jit.is_tracing():  # type: ignore[attr-defined]
         attn_mask, is_causal = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril(), False
     window = (None, seqlen_q - seqlen_k) if is_causal and seqlen_q >= seqlen_k else None
     if is_causal and seqlen_q < seqlen_k:  # the diagonal is left of ours: the keys behind it do not exist for anybody
