@@ -11,6 +11,8 @@
 #define XATTN_GLOBAL __device__
 #define XATTN_UNROLL _Pragma("unroll")
 #endif
+// A condition that hardly ever holds: what it guards is laid out of the way, so that the common path runs straight on.
+#define XATTN_RARELY(condition) __builtin_expect(!!(condition), 0)
 
 namespace xattn {
 

@@ -38,10 +38,13 @@ struct Softmax {
             moves |= Scores::kPlain ? largest[r] >= top : largest[r] > top;
         }
         const bool moved = Arch::any(moves);
-        if (moved) move(largest, factor);
-        XATTN_UNROLL
-        for (int r = 0; r < kRows; ++r) base[r] = this->base(r);
-        if (Scores::kPlain && moved) make_exact(p, base, s);
+        if (XATTN_RARELY(moved)) {
+            move(largest, factor);
+            take(base);
+            if (Scores::kPlain) make_exact(p, base, s);
+        } else {
+            take(base);
+        }
         return moved;
     }
 
@@ -55,6 +58,10 @@ struct Softmax {
     }
 
   private:
+    XATTN_DEVICE void take(float (&base)[kRows]) const {
+        XATTN_UNROLL
+        for (int r = 0; r < kRows; ++r) base[r] = this->base(r);
+    }
     XATTN_DEVICE void move(const float (&largest)[kRows], float (&factors)[kRows]) {
         XATTN_UNROLL
         for (int r = 0; r < kRows; ++r) {
@@ -71,7 +78,7 @@ struct Softmax {
         bool far = false;
         XATTN_UNROLL
         for (int r = 0; r < kRows; ++r) far |= Arch::max(base[r], -base[r]) >= kFar;
-        if (!far) return;
+        if (!Arch::any(far)) return;
         const float inverse = Arch::divide(1.0f, p.scale);
         XATTN_UNROLL
         for (int i = 0; i < n; ++i) XATTN_UNROLL

@@ -253,17 +253,18 @@ struct Sm90Forward {
             k.next();
             soft.reset();
             float factor[2];
-            softmax(w, n, limits(w, n), factor);
+            const bool masked = is_masked(w, n);
+            softmax(w, n, masked, limits(w, n, masked), factor);
             to_weights();
             clear_output();
             for (;;) {
                 // The weights of block n are ready, its P V is not issued. With it goes S of the block that follows.
-                const bool last = n == w.n_first;
+                const bool last = Arch::any(n == w.n_first);
                 Span following = w;
                 s32 m = n - 1;
                 Inverse inverse;
                 Soft done;
-                if (last) {
+                if (XATTN_RARELY(last)) {
                     if (!kOverQ) free_q(0);
                     if (!next(following, m)) break;
                     if (kCloseEarly)
@@ -274,19 +275,20 @@ struct Sm90Forward {
                     if (!Config::keep_q) queries.next();
                     take_q();
                 }
-                const bool moved = step(following, m, w, n, factor);
+                const bool moved = step<false>(following, m, w, n, factor);
                 to_weights();
-                if (last) {
+                if (XATTN_RARELY(last)) {
                     Ring<kQueries> before = queries;
                     before.back();
                     finish(w, before.stage(), kCloseEarly ? inverse : close(w, done));
                     clear_output();
                     if (kOverQ) free_q(before.stage());
-                } else if (moved) {
+                } else if (XATTN_RARELY(moved)) {
                     rescale(factor);
                 }
                 w = following;
                 n = m;
+                if (S::kPlain) n = whole_blocks(w, n, factor);
             }
             buffers.v_full(v().stage()).wait(v().parity());
             clear_tail(w, n);
@@ -372,7 +374,7 @@ struct Sm90Forward {
         // Rows of V behind the sequence's last key may hold anything, where TMA does not know where it ends; a weight
         // of 0 does not silence a NaN. Every group does it for itself.
         XATTN_DEVICE void clear_tail(const Span& w, s32 n) {
-            if (!p.seqused_k && !p.cu_seqlens_k) return;
+            if (!XATTN_RARELY(p.seqused_k || p.cu_seqlens_k)) return;
             const typename Work::Keys keys = Work::Keys::at(buffers.work(w.slot));
             if (n != keys.n_last) return;
             const s32 valid = min_of(keys.seqlen_k - keys.n_last * kTileN, kTileN);
@@ -413,21 +415,39 @@ struct Sm90Forward {
             wgmma_commit();
         }
 
+        // Goes on from block n of a tile for as long as blocks are seen whole, and returns the last of them. Most of the
+        // time is spent here: a jump costs 20 cycles, and the loop that does everything makes seven in a step.
+        XATTN_DEVICE s32 whole_blocks(const Span& w, s32 n, float (&factor)[2]) {
+            const s32 until = max_of(w.n_first, s32(w.whole >> 16));
+            const s32 tail = p.seqused_k || p.cu_seqlens_k;  // block n may be the last one, and want clear_tail
+            if (n + tail > s32(w.whole & 0xffff)) return n;
+            while (Arch::any(n > until)) {
+                const bool moved = step<true>(w, n - 1, w, n, factor);
+                --n;
+                to_weights();
+                if (XATTN_RARELY(moved)) rescale(factor);
+            }
+            return n;
+        }
+
         // Issues S of block n of `w` and O += P V of block m of `before`; the softmax of the one runs beside the other.
-        // Returns whether the output must be rescaled by `factor`.
+        // Returns whether the output must be rescaled by `factor`. `whole`: every row sees all of block n, and block m
+        // is not the last of its tile.
+        template <bool whole>
         XATTN_DEVICE bool step(const Span& w, s32 n, const Span& before, s32 m, float (&factor)[2]) {
             buffers.k_full(k.stage()).wait(k.parity());
             take_turn();
             issue_qk();
             buffers.v_full(v().stage()).wait(v().parity());
-            clear_tail(before, m);
+            if (!whole) clear_tail(before, m);
             issue_pv();
             pass_turn();
-            const Limits seen = limits(w, n);
+            const bool masked = !whole && is_masked(w, n);
+            const Limits seen = limits(w, n, masked);
             wgmma_wait<1>();
             hold(acc_s);
             release_k();
-            const bool moved = softmax(w, n, seen, factor);
+            const bool moved = softmax(w, n, masked, seen, factor);
             wgmma_wait<0>();
             hold(acc_s), hold(acc_o);
             release_v();
@@ -437,21 +457,24 @@ struct Sm90Forward {
         // ---- the softmax of a block, as the shared body does it
         XATTN_DEVICE s32 first_row(const Work::Rows& rows) const { return rows.row0 + group * 64 + warp() * 16; }
 
+        // A vote, so that the compiler knows that the warp goes one way.
+        XATTN_DEVICE static bool is_masked(const Span& span, s32 n) { return Arch::any(!span.is_whole(n)); }
+
         // Worked out while the products are under way.
-        XATTN_DEVICE Limits limits(const Span& span, s32 n) const {
-            if (span.is_whole(n)) return {};
+        XATTN_DEVICE Limits limits(const Span& span, s32 n, bool masked) const {
+            if (!XATTN_RARELY(masked)) return {};
             const u32 at = buffers.work(span.slot);
             return S::limits(p, Work::Keys::at(at).visible(p), first_row(Work::Rows::at(at)), lane(), n * kTileN);
         }
 
-        XATTN_DEVICE bool softmax(const Span& span, s32 n, const Limits& seen, float (&factor)[2]) {
+        XATTN_DEVICE bool softmax(const Span& span, s32 n, bool masked, const Limits& seen, float (&factor)[2]) {
             if (!S::kPlain) {
                 const u32 at = buffers.work(span.slot);
                 const Work::Rows rows = Work::Rows::at(at);
                 const S scores(p, Work::Keys::at(at).visible(p), rows.sequence, rows.head, first_row(rows), lane());
                 scores.modify(acc_s, 0, n * kTileN);
             }
-            if (!span.is_whole(n)) S::mask(p, acc_s, seen);
+            if (XATTN_RARELY(masked)) S::mask(p, acc_s, seen);
             // Two chains for each row, of the left and the right half of every 16 columns: one would wait for itself.
             float part[2][2];
             XATTN_UNROLL
