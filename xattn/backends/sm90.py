@@ -68,7 +68,7 @@ TILES = (
     Tile(192, 112, 2, 2, False, 1),
     Tile(256, 64, 2, 2, False, 1, reason="s2048 688 with 64 keys, 674 with 80"),
 )  # fmt: skip
-_WORKS = 2  # kWorks, and the bytes of a Work and its two barriers
+_WORKS = 4  # kWorks, and the bytes of a Work and its two barriers
 _WORK_BYTES = 64 + 16
 _SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)
 
@@ -159,8 +159,9 @@ def shared_bytes(sizes: Fields) -> int:
     panels, panels_v = (-(-c[n] // 64) for n in ("head_dim", "head_dim_v"))
     panel_q = 128 * 64 * c["num_warpgroups"]
     tensors = c["q_stages"] * panels * panel_q + 128 * c["num_stages"] * c["tile_n"] * (panels + panels_v)
-    if not c["keep_q"] and c["q_stages"] == 1 and tensors + panel_q + 1024 <= 227 * 1024:
-        tensors += panel_q  # of the output
+    fitting = min(panels_v, (226 * 1024 - tensors) // panel_q)
+    if fitting == panels_v or not (c["keep_q"] or c["q_stages"] == 2):
+        tensors += fitting * panel_q  # of the output
     return tensors + _WORKS * _WORK_BYTES + 8 * (2 * c["q_stages"] + 4 * c["num_stages"])
 
 

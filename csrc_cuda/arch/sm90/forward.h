@@ -43,7 +43,7 @@ struct Sm90Forward {
 
     static constexpr int kConsumers = Config::num_warpgroups;
     static constexpr int kTileM = 64 * kConsumers, kTileN = Config::tile_n, kStages = Config::num_stages;
-    static constexpr int kQueries = Config::q_stages, kWorks = 2;
+    static constexpr int kQueries = Config::q_stages, kWorks = 4;
     static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kPanels = (kDim + 63) / 64, kPanelsV = (kDimV + 63) / 64;
@@ -53,12 +53,12 @@ struct Sm90Forward {
     static constexpr u32 kBytesQ = kPanels * kPanelQ, kBytesK = kPanels * kPanelK, kBytesV = kPanelsV * kPanelK;
     static constexpr u32 kAtK = kQueries * kBytesQ, kAtV = kAtK + kStages * kBytesK;
     static constexpr u32 kAtOutput = kAtV + kStages * kBytesV;
-    // The output is laid down in shared memory where Q was, if Q is not read there any more when the next tile begins;
-    // else in one panel of its own, if that fits; else nowhere.
-    static constexpr bool kOverQ = Config::keep_q || kQueries == 2;
-    static constexpr bool kOwnPanel = !kOverQ && kAtOutput + kPanelQ + 1024 <= 227 * 1024;
-    static constexpr int kStagePanels = kOverQ ? kPanels : kOwnPanel;  // 0: it is stored directly
-    static constexpr u32 kAtWorks = kAtOutput + (kOwnPanel ? kPanelQ : 0),
+    // The output is laid down in shared memory in panels of its own, if all of them fit; else where Q was, if Q is not
+    // read there any more when the next tile begins; else in the panels that fit, some at a time; else nowhere.
+    static constexpr int kFitting = int(min_of(u32(kPanelsV), (226 * 1024 - kAtOutput) / kPanelQ));
+    static constexpr bool kOverQ = kFitting < kPanelsV && (Config::keep_q || kQueries == 2);
+    static constexpr int kStagePanels = kOverQ ? kPanels : kFitting;  // 0: it is stored directly
+    static constexpr u32 kAtWorks = kAtOutput + (kOverQ ? 0 : kFitting * kPanelQ),
                          kAtBarriers = kAtWorks + kWorks * Work::kBytes;
     static constexpr u32 kSharedBytes = kAtBarriers + 8 * (2 * kQueries + 4 * kStages + 2 * kWorks);
     // What a launch allots to a thread is what __launch_bounds__ leaves; the sum must stay what it was.
@@ -141,7 +141,10 @@ struct Sm90Forward {
             tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
             Keys before;
             s32 pending = -1;  // the block of the tile before whose V is loaded behind the first K of this one
-            s32 held = -1;     // the slot of the Work before
+            // Of a Work the loader says that it is done only when it has loaded this many tiles more: the later a tile
+            // is taken, the better tiles are spread at the end. Finding a short one must not be waited for.
+            const u32 lag = params.p.cu_seqlens_q ? 0 : kWorks - 1;
+            u32 loaded = 0;
             for (;;) {
                 buffers.work_full(works.stage()).wait(works.parity());
                 const u32 at = buffers.work(works.stage());
@@ -149,7 +152,6 @@ struct Sm90Forward {
                 if (rows.rows == Work::kEnd) break;
                 const typename Work::Keys range = Work::Keys::at(at);
                 const Work::Start start = Work::Start::at(at);
-                const s32 slot = s32(works.stage());
                 works.next();
                 const Keys keys{start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
                                 params.p.cu_seqlens_k ? 0 : rows.sequence};
@@ -161,14 +163,8 @@ struct Sm90Forward {
                 if (!v_first && pending >= 0) load_v(before, pending);
                 for (s32 n = range.n_last - 1; n >= range.n_first; --n) load_k(keys, n), load_v(keys, n + 1);
                 before = keys, pending = range.n_first;
-                // Only now another tile may be taken: the later, the better tiles are spread at the end. Tiles of
-                // packed sequences are short, and finding one must not be waited for.
-                if (params.p.cu_seqlens_q) {
-                    buffers.work_empty(slot).arrive();
-                } else {
-                    if (held >= 0) buffers.work_empty(held).arrive();
-                    held = slot;
-                }
+                if (loaded >= lag) buffers.work_empty((loaded - lag) % kWorks).arrive();
+                ++loaded;
             }
             if (pending >= 0) load_v(before, pending);
         }
@@ -265,7 +261,7 @@ struct Sm90Forward {
                 Inverse inverse;
                 Soft done;
                 if (XATTN_RARELY(last)) {
-                    if (!kOverQ) free_q(0);
+                    if (!kOverQ && !Config::keep_q) free_q(queries.stage());
                     if (!next(following, m)) break;
                     if (kCloseEarly)
                         inverse = close(w, soft);
@@ -274,6 +270,7 @@ struct Sm90Forward {
                     soft.reset();
                     if (!Config::keep_q) queries.next();
                     take_q();
+                    if (!kOverQ && Config::keep_q) free_q(0);
                 }
                 const bool moved = step<false>(following, m, w, n, factor);
                 to_weights();
