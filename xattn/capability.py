@@ -75,6 +75,7 @@ class Capability:
     non-empty means that the backend answers only problems that use one of those features. ``needs`` names Python
     modules without which it cannot run on this machine's devices. ``nonempty``: it wants at least one query and one
     key. ``as_it_lies``: kinds of calls of which it copies nothing, so that q, k and v must lie as kernels read them.
+    ``page_size_multiple_of``: tokens of which the pages of a cache hold a multiple.
     """
 
     vendors: frozenset[str] = frozenset()
@@ -93,6 +94,7 @@ class Capability:
     needs: frozenset[str] = frozenset()
     nonempty: bool = False
     as_it_lies: frozenset[str] = frozenset()
+    page_size_multiple_of: int = 1
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: sets as sorted lists."""
@@ -148,6 +150,8 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
         found.append(Refusal("head_dim_v", "head_dim_v", p.head_dim_v, (p.head_dim,)))
     if p.kind in c.as_it_lies and not p.direct:
         found.append(Refusal("layout", "strides of q, k or v", "given", ("vectors at multiples of 16 bytes",)))
+    if p.page_size % c.page_size_multiple_of:
+        found.append(Refusal("layout", "page_size", p.page_size, (f"multiples of {c.page_size_multiple_of}",)))
     used = p.features()
     found += [
         Refusal("feature", name, "given", _sorted(c.features, FEATURES)) for name in used if name not in c.features

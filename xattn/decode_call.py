@@ -54,6 +54,14 @@ class DecodeBody:
         return max(2 * TILE_M * c["head_dim"] + rings, parts)
 
 
+# Measured on an H200 beside others, see NOTES.md in csrc_cuda/arch/sm80; 99 KiB hold a block on every architecture.
+NVIDIA = DecodeBody(
+    entry="arch/sm80/decode.cu",
+    warp_size=32,
+    tiles=((64, 32, 4, 3, 2), (128, 16, 4, 2, 2), (256, 16, 2, 2, 3)),
+)
+
+
 def serves(problem: Problem, size: SizeBucket) -> bool:
     """Whether the decode kernel is the faster one. Where a sequence's result must not depend on the others, it answers
     whatever the longest one is."""
@@ -76,11 +84,12 @@ def prepare(
 ) -> tuple[Call, dict[str, Tensor]]:
     """``Backend.prepare`` of a backend with both bodies."""
     if dict(options).get("kernel") == "decode":
-        return _prepare(decode, inputs)
+        return prepare_decode(decode, inputs)
     return forward_call.prepare(forward, inputs, options)
 
 
-def _prepare(body: DecodeBody, x: Inputs) -> tuple[Call, dict[str, Tensor]]:
+def prepare_decode(body: DecodeBody, x: Inputs) -> tuple[Call, dict[str, Tensor]]:
+    """The decode kernel's part of ``Backend.prepare``."""
     sizes = body.tile(x.head_dim, x.head_dim_v)
     c = dict(sizes)
     described = forward_call.describe(x, TILE_M, 1, forward_call.direct)

@@ -68,3 +68,20 @@ def test_the_plan_tells_what_was_measured():
     q = (2, 4096, 16, 128)
     text = str(dispatch.cached_plan(Problem(), SizeBucket.of(*q[:1], q[2], q[1], q[1]), HOPPER, "sm90"))
     assert "3 warpgroups of 80 keys" in text
+
+
+def paged(page_size: int, seqlen_q: int):
+    problem = Problem(kind="paged", page_size=page_size, causal=True)
+    return dispatch.cached_plan(problem, SizeBucket.of(2, 16, seqlen_q, 4096), HOPPER)
+
+
+def test_pages_that_boxes_can_hold_are_read_by_tma():
+    """A box of TMA lies in one page, at a multiple of eight rows of a tile."""
+    for page_size in (8, 16, 24, 64, 256):
+        plan = paged(page_size, 512)
+        assert plan.backend == "sm90" and dict(plan.config)["num_warpgroups"] == 2
+        assert dict(paged(page_size, 1).config)["kernel"] == "decode"
+    plan = paged(12, 512)
+    assert plan.backend == "sm80"
+    (refusal,) = (r for name, refusals in plan.rejected if name == "sm90" for r in refusals)
+    assert str(refusal) == "page_size = 12: its kernels cannot read the tensor as it lies (allowed: multiples of 8)"

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .. import decode_call, forward_call
-from ..decode_call import DecodeBody
 from ..forward_call import ForwardBody
 from ..images import ImageSpec
 from .base import Backend
@@ -25,12 +24,7 @@ BODY = ForwardBody(
     section_bytes=32 << 20,
 )
 
-# Measured on an H200 beside others, see NOTES.md; 99 KiB hold a block on every architecture.
-DECODE = DecodeBody(
-    entry="arch/sm80/decode.cu",
-    warp_size=32,
-    tiles=((64, 32, 4, 3, 2), (128, 16, 4, 2, 2), (256, 16, 2, 2, 3)),
-)
+DECODE = decode_call.NVIDIA
 
 
 def _images(arch: str) -> Iterator[ImageSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import forward_call, jit, launch
+from .. import decode_call, forward_call, jit, launch
 from ..capability import Refusal
 from ..device import Device
 from ..device import of as device_of
@@ -23,7 +24,9 @@ from ..launch_params import ForwardParams
 from ..problem import Problem, SizeBucket
 from .base import Backend, Config
 
-CAPABILITY = replace(forward_call.CAPABILITY, vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}))
+CAPABILITY = replace(
+    forward_call.SHARED_CAPABILITY, vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}), page_size_multiple_of=8
+)
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
@@ -83,7 +86,8 @@ class Params(ctypes.Structure):
         ("p", ForwardParams),
         ("tiles", ctypes.c_int32),
         ("queue", ctypes.c_int32),
-        ("padding", ctypes.c_byte * (-(ctypes.sizeof(ForwardParams) + 8) % 64)),
+        ("piece", ctypes.c_int32),
+        ("padding", ctypes.c_byte * (-(ctypes.sizeof(ForwardParams) + 12) % 64)),
     )
 
 
@@ -110,29 +114,35 @@ def _is_plain(switches: Fields) -> bool:
     return all(value in (False, "none") for _, value in switches)
 
 
-def _fields(element: tuple[str, str], sizes: Fields, switches: Fields) -> Fields:
+def _fields(element: tuple[str, str], sizes: Fields, paged: bool, switches: Fields) -> Fields:
     """An image's configuration. Where a score is more than a product its lanes need registers: Q stays in shared memory
     then, unless it is small."""
     if not _is_plain(switches) and dict(sizes)["head_dim"] != 64:
         sizes = tuple((name, False if name == "keep_q" else value) for name, value in sizes)
-    return (element, *sizes, *switches)
+    return (element, *sizes, ("paged", paged), *switches)
 
 
 def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     x, options = inputs, dict(config)
+    if options.get("kernel") == "decode":
+        return decode_call.prepare_decode(decode_call.NVIDIA, inputs)
+    paged = x.kind == "paged"
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
     tile_n, groups = (_number(options[n]) for n in ("tile_n", "num_warpgroups"))
     tile_m = 64 * groups
     forward = forward_call.describe(x, tile_m, _section(x), _direct)
-    fields = _fields(forward_call.element(x), sizes, forward_call.switches(x, forward.mask))
+    fields = _fields(forward_call.element(x), sizes, paged, forward_call.switches(x, forward.mask))
     image, another = forward_call.choose(_ENTRY, fields, _ARCH)
     base = Params.p.offset
-    params = Params(p=forward.params, tiles=forward.tiles, queue=-1)
+    piece = math.gcd(tile_n, x.page_size) if paged else tile_n
+    params = Params(p=forward.params, tiles=forward.tiles, queue=-1, piece=piece)
     q, k, v = (forward.tensors[n] for n in "qkv")
+    if x.kv_layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
     sms = device_of(x.q.device).sm_count
     # Without keys nothing is loaded: Q stands for what has no address.
     numbered = [(n, t) if t.numel() else (0, q) for n, t in enumerate((q, k, v))]
-    boxes = ((Params.q, tile_m), (Params.k, tile_n), (Params.v, tile_n))
+    boxes = ((Params.q, tile_m), (Params.k, piece), (Params.v, piece))
     call = Call(
         image=image,
         symbol="xattn_forward",
@@ -198,10 +208,12 @@ def _images(arch: str) -> Iterator[ImageSpec]:
         return
     for d, dv in product(_DIMS, _DIMS):
         for row in rows(d, dv):
-            for name, chosen in forward_call.variants():
-                # The scale's sign is not part of a problem: every row must serve both.
-                if not row.plain or _is_plain(tuple(c for c in chosen if c[0] != "any_scale")):
-                    yield ImageSpec(_ENTRY, _fields(("element", name), row.sizes(d, dv), chosen), arch)
+            for paged in (False, True):
+                for name, chosen in forward_call.variants(paged):
+                    # The scale's sign is not part of a problem: every row must serve both.
+                    plain = not paged and _is_plain(tuple(c for c in chosen if c[0] != "any_scale"))
+                    if plain or not row.plain:
+                        yield ImageSpec(_ENTRY, _fields(("element", name), row.sizes(d, dv), paged, chosen), arch)
 
 
 def _too_large(problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
@@ -214,8 +226,11 @@ def _missing(device: Device) -> str:
 
 
 def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
+    dims = problem.head_dim, problem.head_dim_v
+    if decode_call.serves(problem, size):
+        return forward_call.plan_config((("kernel", "decode"), *decode_call.NVIDIA.tile(*dims)), problem)
     row = tile(problem, size)
-    config = forward_call.plan_config(row.sizes(problem.head_dim, problem.head_dim_v), problem)
+    config = forward_call.plan_config(row.sizes(*dims), problem)
     return (*config, ("measured", row.reason)) if row.reason else config
 
 

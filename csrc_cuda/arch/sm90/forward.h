@@ -1,8 +1,9 @@
 // Attention forward on Hopper: TMA feeds shared memory, wgmma multiplies, warps are specialised.
 //
 // Roles. Warpgroup 0 gives: its first warp finds tiles and writes them into a ring (tiles.h); one lane of its second
-// reads them and issues TMA into rings of kStages buffers for K and for V, and kQueries for Q. The other warpgroups
-// consume: each owns 64 query rows of the tile. Registers are handed over accordingly.
+// reads them and issues TMA into rings of kStages buffers for K and for V, and kQueries for Q; of a paged cache all of
+// its lanes do, each for a piece of a block that lies in one page. The other warpgroups consume: each owns 64 query rows
+// of the tile. Registers are handed over accordingly.
 //
 // Who waits for whom. full[stage] ends when TMA has delivered a block; empty[stage] when every consumer warp has said
 // that it has read it. Q is copied to registers where they suffice (Config::keep_q) and its buffer is free at once.
@@ -20,6 +21,7 @@
 #include "arch/sm90/tiles.h"
 #include "arch/sm90/tma.h"
 #include "arch/sm90/wgmma.h"
+#include "kernels/paging.h"
 #include "kernels/params.h"
 #include "kernels/scores.h"
 #include "kernels/softmax.h"
@@ -27,10 +29,11 @@
 namespace xattn {
 
 struct Sm90Params {
-    TensorMap q, k, v;  // (head_dim, row, head, sequence), boxes of 64 columns
+    TensorMap q, k, v;  // (head_dim, row, head, sequence), or (head_dim, slot, head, page); boxes of 64 columns
     ForwardParams p;
     s32 tiles;
     s32 queue;  // number of the launch's work queue; -1: none
+    s32 piece;  // rows of a box of k and v; of a paged cache they are in one page, otherwise a block
 };
 
 template <class Config>
@@ -63,7 +66,9 @@ struct Sm90Forward {
     static constexpr u32 kSharedBytes = kAtBarriers + 8 * (2 * kQueries + 4 * kStages + 2 * kWorks);
     // What a launch allots to a thread is what __launch_bounds__ leaves; the sum must stay what it was.
     static constexpr int kAllotted = kConsumers == 3 ? 128 : kConsumers == 2 ? 168 : 248;
-    static constexpr int kRegisters = kConsumers == 3 ? 160 : 240, kGiverRegisters = kConsumers == 3 ? 32 : 24;
+    static constexpr int kMore = Config::paged && kConsumers == 2 ? 8 : 0;  // what looking up pages takes
+    static constexpr int kRegisters = kConsumers == 3 ? 160 : 240 - kMore,
+                         kGiverRegisters = kConsumers == 3 ? 32 : 24 + 2 * kMore;
     static_assert(kGiverRegisters + kConsumers * kRegisters <= (kConsumers + 1) * kAllotted, "setmaxnreg would wait");
 
     // Where registers are short, a tile's sums are taken ahead of the next tile's products: two numbers are kept then,
@@ -112,8 +117,8 @@ struct Sm90Forward {
                 TileFinder<kTileM, kTileN, kWorks>{params.p,     buffers.work(0), buffers.work_full(0).address,
                                                    params.tiles, params.queue,    thread}
                     .run();
-            } else if (warp == 1 && elected()) {
-                Loader(params, buffers).run();
+            } else if (warp == 1 && (Config::paged || elected())) {
+                Loader(params, buffers, thread % 32).run();
             }
         } else {
             take_registers<kRegisters>();
@@ -122,25 +127,32 @@ struct Sm90Forward {
         }
     }
 
-    // ---------------------------------------------------------------- the loader: one lane
+    // ---------------------------------------------------------------- the loader: one lane, or of a paged cache 32
     struct Loader {
         const Sm90Params& params;
         const Buffers buffers;
+        const int lane;
         Ring<kWorks> works;
         Ring<kQueries> q{1};
         Ring<kStages> k{1}, v{1};
 
         // Where a sequence's keys are for a tile's head.
         struct Keys {
-            s32 row, head, sequence;
+            s32 row, head, sequence, seqlen_k;
+        };
+        // Of a paged cache, where this lane's piece of a block is; the page behind the last one reads as 0.
+        struct Piece {
+            s32 page, slot;
         };
 
-        XATTN_DEVICE Loader(const Sm90Params& ps, const Buffers& b) : params(ps), buffers(b) {}
+        XATTN_DEVICE Loader(const Sm90Params& ps, const Buffers& b, int lane_) : params(ps), buffers(b), lane(lane_) {}
 
         XATTN_DEVICE void run() {
-            tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
-            Keys before;
-            s32 pending = -1;  // the block of the tile before whose V is loaded behind the first K of this one
+            if (leads()) tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
+            // Of the tile before, the block whose V is loaded behind the first K of this one.
+            Keys keys_before;
+            Piece piece_before;
+            s32 pending = -1;
             // Of a Work the loader says that it is done only when it has loaded this many tiles more: the later a tile
             // is taken, the better tiles are spread at the end. Finding a short one must not be waited for.
             const u32 lag = params.p.cu_seqlens_q ? 0 : kWorks - 1;
@@ -154,50 +166,77 @@ struct Sm90Forward {
                 const Work::Start start = Work::Start::at(at);
                 works.next();
                 const Keys keys{start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
-                                params.p.cu_seqlens_k ? 0 : rows.sequence};
+                                params.p.cu_seqlens_k ? 0 : rows.sequence, range.seqlen_k};
+                Piece piece = find(keys, range.n_last), next = find(keys, max_of(range.n_last - 1, range.n_first));
                 // A single Q that is read to the end is free too late for V to wait behind it.
                 constexpr bool v_first = kQueries == 1 && !Config::keep_q;
-                if (v_first && pending >= 0) load_v(before, pending);
+                if (v_first && pending >= 0) load_v(keys_before, pending, piece_before);
                 load_q(start.row_q, rows.head, params.p.cu_seqlens_q ? 0 : rows.sequence);
-                load_k(keys, range.n_last);
-                if (!v_first && pending >= 0) load_v(before, pending);
-                for (s32 n = range.n_last - 1; n >= range.n_first; --n) load_k(keys, n), load_v(keys, n + 1);
-                before = keys, pending = range.n_first;
-                if (loaded >= lag) buffers.work_empty((loaded - lag) % kWorks).arrive();
+                load_k(keys, range.n_last, piece);
+                if (!v_first && pending >= 0) load_v(keys_before, pending, piece_before);
+                for (s32 n = range.n_last - 1; n >= range.n_first; --n) {
+                    const Piece ahead = find(keys, max_of(n - 1, range.n_first));
+                    load_k(keys, n, next), load_v(keys, n + 1, piece);
+                    piece = next, next = ahead;
+                }
+                keys_before = keys, piece_before = piece, pending = range.n_first;
+                if (leads() && loaded >= lag) buffers.work_empty((loaded - lag) % kWorks).arrive();
                 ++loaded;
             }
-            if (pending >= 0) load_v(before, pending);
+            if (pending >= 0) load_v(keys_before, pending, piece_before);
         }
 
       private:
+        XATTN_DEVICE bool leads() const { return !Config::paged || lane == 0; }
+
+        // Asked a block ahead: the page table is far away.
+        XATTN_DEVICE Piece find(const Keys& keys, s32 n) const {
+            if (!Config::paged) return {};
+            const s32 row = lane * params.piece, position = n * kTileN + row;
+            PageTable::Place place{-1, 0};
+            if (row < kTileN && position < keys.seqlen_k)
+                place = PageTable::of(params.p, keys.sequence).at(position);
+            return {place.page < 0 ? params.p.num_pages : place.page, place.slot};
+        }
         XATTN_DEVICE void load_q(s32 row, s32 head, s32 sequence) {
             const Barrier full = buffers.q_full(q.stage());
             buffers.q_empty(q.stage()).wait(q.parity());
-            full.arrive_and_expect(kBytesQ);
-            XATTN_UNROLL
-            for (u32 c = 0; c < kPanels; ++c)
-                tma_load(buffers.q(q.stage()) + c * kPanelQ, &params.q, full, s32(64 * c), row, head, sequence);
+            if (leads()) {
+                full.arrive_and_expect(kBytesQ);
+                XATTN_UNROLL
+                for (u32 c = 0; c < kPanels; ++c)
+                    tma_load(buffers.q(q.stage()) + c * kPanelQ, &params.q, full, s32(64 * c), row, head, sequence);
+            }
             q.next();
         }
-        XATTN_DEVICE void load_k(const Keys& keys, s32 n) {
+        XATTN_DEVICE void load_k(const Keys& keys, s32 n, const Piece& piece) {
             const Barrier full = buffers.k_full(k.stage());
             buffers.k_empty(k.stage()).wait(k.parity());
-            full.arrive_and_expect(kBytesK);
-            load<kPanels>(buffers.k(k.stage()), &params.k, full, keys, n);
+            if (leads()) full.arrive_and_expect(kBytesK);
+            load<kPanels>(buffers.k(k.stage()), &params.k, full, keys, n, piece);
             k.next();
         }
-        XATTN_DEVICE void load_v(const Keys& keys, s32 n) {
+        XATTN_DEVICE void load_v(const Keys& keys, s32 n, const Piece& piece) {
             const Barrier full = buffers.v_full(v.stage());
             buffers.v_empty(v.stage()).wait(v.parity());
-            full.arrive_and_expect(kBytesV);
-            load<kPanelsV>(buffers.v(v.stage()), &params.v, full, keys, n);
+            if (leads()) full.arrive_and_expect(kBytesV);
+            load<kPanelsV>(buffers.v(v.stage()), &params.v, full, keys, n, piece);
             v.next();
         }
         template <u32 panels>
-        XATTN_DEVICE static void load(u32 target, const TensorMap* map, Barrier full, const Keys& keys, s32 n) {
+        XATTN_DEVICE void load(u32 target, const TensorMap* map, Barrier full, const Keys& keys, s32 n,
+                               const Piece& piece) const {
+            const s32 row = lane * params.piece;
+            if (Config::paged && row >= kTileN) return;
             XATTN_UNROLL
-            for (u32 c = 0; c < panels; ++c)
-                tma_load(target + c * kPanelK, map, full, s32(64 * c), keys.row + n * kTileN, keys.head, keys.sequence);
+            for (u32 c = 0; c < panels; ++c) {
+                if (Config::paged)
+                    tma_load(target + c * kPanelK + row * 128, map, full, s32(64 * c), piece.slot, keys.head,
+                             piece.page);
+                else
+                    tma_load(target + c * kPanelK, map, full, s32(64 * c), keys.row + n * kTileN, keys.head,
+                             keys.sequence);
+            }
         }
     };
 
@@ -468,7 +507,9 @@ struct Sm90Forward {
             if (!S::kPlain) {
                 const u32 at = buffers.work(span.slot);
                 const Work::Rows rows = Work::Rows::at(at);
-                const S scores(p, Work::Keys::at(at).visible(p), rows.sequence, rows.head, first_row(rows), lane());
+                const s32 start = Work::Start::at(at).row_q - rows.row0;
+                const S scores(p, Work::Keys::at(at).visible(p), rows.sequence, rows.head, first_row(rows), lane(),
+                               p.cu_seqlens_q ? start : s64(rows.sequence) * p.seqlen_q);
                 scores.modify(acc_s, 0, n * kTileN);
             }
             if (XATTN_RARELY(masked)) S::mask(p, acc_s, seen);
