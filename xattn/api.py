@@ -352,8 +352,8 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
 
     Args:
         outs: partial outputs, each (batch, seqlen_q, heads_q, head_dim_v), or packed (total_q, heads_q, head_dim_v).
-        lses: their logsumexps, each (batch, heads_q, seqlen_q) or (heads_q, total_q), float32. Sinks must be part of
-            exactly one.
+        lses: their logsumexps, each (batch, heads_q, seqlen_q) or (heads_q, total_q), float32; float64 is taken
+            too, and kept. Sinks must be part of exactly one.
 
     Returns:
         (out, lse) of the same shapes and dtypes. out = sum_n out_n exp(lse_n - lse) with lse = log sum_n exp(lse_n);
@@ -372,7 +372,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
             validate.alike(name, t, parts[0], outs[0].device)
     out, lse = outs[0], lses[0]
     if lse.dtype not in (torch.float32, torch.float64):
-        validate.fail("lses", lse.dtype, "torch.float32", TypeError)
+        validate.fail("lses", lse.dtype, "torch.float32, torch.float64", TypeError)
     dims = {3: (1, 0), 4: (0, 2, 1)}.get(out.dim(), ())
     if not dims or tuple(lse.shape) != tuple(out.shape[n] for n in dims):
         got = f"shape {tuple(lse.shape)} for outs of {tuple(out.shape)}"

@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     only.add_argument(
         "--images", action="store_true", help="list the kernel images of the wheel and of the user's cache"
     )
-    info.set_defaults(run=_info, parser=info)
+    info.set_defaults(run=_info)
 
     explain = commands.add_parser(
         "explain",
@@ -162,12 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--deterministic", action="store_true", help="with a bitwise reproducible backward")
     explain.add_argument("--lse", action="store_true", help="with lse returned")
     explain.add_argument(
-        "--page-size", type=options.positive, default=64, metavar="N", help="for --kind paged (default: 64)"
+        "--page-size", type=options.positive, metavar="N", help="tokens of a page, for --kind paged (default: 64)"
     )
     explain.add_argument("--device", metavar="ARCH", help="sm_90, gfx942, cpu, ...: default is the best device here")
     explain.add_argument("--backend", help="ask this backend only")
     explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.set_defaults(run=_explain, parser=explain)
+    explain.set_defaults(run=_explain)
 
     check = commands.add_parser(
         "check", help="a self-test: small problems on one device, against float64", description=_check.__doc__
@@ -184,12 +184,14 @@ def _parser() -> argparse.ArgumentParser:
     build.add_arguments(run_build)
     run_bench = commands.add_parser("bench", help="how fast calls are on a device", description=bench.main.__doc__)
     bench.add_arguments(run_bench)
-    run_bench.set_defaults(run=bench.main, parser=run_bench)
+    run_bench.set_defaults(run=bench.main)
     run_demo = commands.add_parser(
         "demo", help="a real language model answers a prompt through xattn, and checks itself"
     )
     demo.add_arguments(run_demo)
-    run_demo.set_defaults(run=demo.run, parser=run_demo)
+    run_demo.set_defaults(run=demo.run)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)  # whose usage an error shows
     return parser
 
 
@@ -296,6 +298,8 @@ def _explain(args: argparse.Namespace) -> int:
         raise ValueError(f"--kv: got batch {shape[0]}; allowed: that of --q, {batch}")
     if args.grad and args.kind == "paged":
         raise ValueError("--grad: attention over a paged cache has no gradient")
+    if args.page_size and args.kind != "paged":
+        raise ValueError(f"--page-size: got {args.page_size} for --kind {args.kind}; allowed: --kind paged")
     head_dim_v = shape[3] if args.head_dim_v is None else args.head_dim_v
     k_option = "--kv" if args.kv else "--q"
     v_option = "--head-dim-v" if args.head_dim_v else k_option
@@ -322,10 +326,11 @@ def _explain(args: argparse.Namespace) -> int:
         dims = (batch * seqlen_q, seqlen_q) if args.kind == "paged" else (1, 1, seqlen_q, shape[1])
         given["attn_mask"] = empty("--mask", *dims, of=torch.bool if args.mask == "bool" else dtype)
     if args.kind == "paged":
-        pages = -(-shape[1] // args.page_size)
-        if args.page_size > shape[1]:  # rounding up has made them large, if anything
+        page_size = args.page_size or 64
+        pages = -(-shape[1] // page_size)
+        if page_size > shape[1]:  # rounding up has made them large, if anything
             k_option = v_option = "--page-size"
-        page = (batch * pages, args.page_size, shape[2])
+        page = (batch * pages, page_size, shape[2])
         q = empty("--q", *args.q, of=dtype)
         k, v = empty(k_option, *page, shape[3], of=dtype_kv), empty(v_option, *page, head_dim_v, of=dtype_kv)
         call: tuple[Any, ...] = (q, k, v, empty(k_option, batch, pages, of=ints), empty("--q", batch, of=ints))

@@ -105,9 +105,7 @@ def plan(
     backend: str | None = None,
 ) -> Plan:
     """The first backend of ``registry`` that refuses nothing. ``backend`` names one: then no other is asked."""
-    names = [b.name for b in registry]
-    if backend is not None and backend not in names:
-        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(names)}, or None for the best")
+    check_name(backend, registry)
     rejected: list[tuple[str, tuple[Refusal, ...]]] = []
     for candidate in registry:
         if backend is not None and candidate.name != backend:
@@ -119,6 +117,13 @@ def plan(
             return Plan(candidate.name, config, tuple(rejected), problem, size, device, candidate.native, notes)
         rejected.append((candidate.name, refusals))
     return Plan(None, (), tuple(rejected), problem, size, device)
+
+
+def check_name(backend: str | None, registry: Sequence[Backend] = REGISTRY) -> None:
+    """ValueError where no backend has that name."""
+    names = [b.name for b in registry]
+    if backend is not None and backend not in names:
+        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(names)}, or None for the best")
 
 
 def _notes(problem: Problem, backend: Backend) -> tuple[str, ...]:

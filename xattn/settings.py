@@ -32,10 +32,10 @@ def cache_dir() -> Path:
 
 def log_level() -> str | None:
     """The level asked for, or None where the application decides."""
-    level = os.environ.get("XATTN_LOG_LEVEL", "").upper()
-    if level and level not in _LOG_LEVELS:
+    level = os.environ.get("XATTN_LOG_LEVEL", "")
+    if level and level.upper() not in _LOG_LEVELS:
         raise ValueError(f"XATTN_LOG_LEVEL is {level!r}; allowed: {', '.join(_LOG_LEVELS)}")
-    return level or None
+    return level.upper() or None
 
 
 def archs() -> tuple[str, ...]:

@@ -111,7 +111,8 @@ def measure(
 def _with(config: tuple[tuple[str, Any], ...], settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     unknown = settings.keys() - dict(config).keys()
     if unknown:
-        raise ValueError(f"--set: it has no {', '.join(sorted(unknown))}; it has {', '.join(n for n, _ in config)}")
+        names = ", ".join(n for n, _ in config) or "nothing to set"
+        raise ValueError(f"--set: it has no {', '.join(sorted(unknown))}; it has {names}")
     return tuple((n, settings.get(n, value)) for n, value in config)
 
 

@@ -13,6 +13,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from .. import dispatch
 from ..api import attention, attention_varlen
 
 OLDEST = "5.17"
@@ -40,7 +41,9 @@ def register(name: str = "xattn", backend: str | None = None) -> None:
     """Makes ``attn_implementation=name`` known to transformers: the attention, and the masks that it is given.
 
     ``backend``: the name of the only backend to ask; it never falls back. To have several, register several names.
+    ValueError where there is none of that name.
     """
+    dispatch.check_name(backend)
     AttentionInterface.register(name, partial(attention_forward, backend=backend))
     AttentionMaskInterface.register(name, attention_mask)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -323,7 +323,7 @@ def _mapped(graph: torch.fx.GraphModule, has_value: bool, name: str) -> Callable
         f = torch.vmap(f, in_dims=(*v, None, 0, None, None, *rest))
         f = torch.vmap(f, in_dims=(*v, 0, None, 0 if by_sequence else None, None, *rest))
         try:
-            with transforms_enabled():
+            with transforms_enabled(), _unmapped_operations_are_no_news():
                 return f(*value, b, h, i, j, *aux)
         except IndexError as error:
             shapes = ", ".join(str(tuple(t.shape)) for t in aux)
@@ -336,6 +336,21 @@ def _mapped(graph: torch.fx.GraphModule, has_value: bool, name: str) -> Callable
             raise _unmapped(name, error) from error
 
     return eager
+
+
+@contextlib.contextmanager
+def _unmapped_operations_are_no_news() -> Iterator[None]:
+    """torch.vmap runs what it has no rule for once for every element, and says so from C++ each time, past Python's
+    warning filters: a write into a tensor that a user function made would print a line for every key."""
+    switch = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", None)
+    if switch is None:
+        yield
+        return
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 def _describe(fn: Callable[..., Any]) -> str:
