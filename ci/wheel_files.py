@@ -156,8 +156,8 @@ def library(path: Path) -> list[str]:
     done = subprocess.run(
         ["readelf", "--wide", "--dynamic", "--dyn-syms", str(path)], capture_output=True, text=True, check=False
     )
-    if done.returncode or "NEEDED" not in done.stdout:
-        return [f"the launcher is no shared library: {done.stderr.strip() or 'it needs no other'}"]
+    if done.returncode or "Dynamic section" not in done.stdout:
+        return [f"the launcher is no shared library: {done.stderr.strip()}"]
     needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", done.stdout))
     found = [f"the launcher needs {name}" for name in sorted(needed - NEEDED) if not name.startswith("ld-linux")]
     if re.search(r"\((RPATH|RUNPATH)\)", done.stdout):
