@@ -82,9 +82,7 @@ def report(
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {
             "xattn": __version__,
-            "torch": torch.__version__,
-            "torch_cuda": torch.version.cuda,
-            "torch_hip": torch.version.hip,
+            **device.versions_of_torch(torch),
             "python": sys.version.split()[0],
             "platform": platform.platform(),
         },

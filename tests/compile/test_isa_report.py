@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from compile import cdna, gates, machine_code, report, resources
+from compile import cdna, gates, machine_code, nvrtc, report, resources
 
 import xattn
-from xattn import jit
+from xattn import jit, shipped
+from xattn.images import Store, publish
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "ci" / "isa_report"
@@ -232,6 +233,14 @@ def test_nvidia_without_cycles():
     assert done.returncode == 0, done.stderr
     (image,) = json.loads(done.stdout)["images"]
     assert image["loop"] is None and image["units"]["matrix"] == image["expected"] // 2048 and image["registers"] <= 255
+
+
+def test_a_set_of_hopper(tmp_path):
+    """Images of a folder are read, not compiled."""
+    (spec, *_) = shipped.load(ROOT / "ci" / "images.toml").specs("sm_90a")
+    publish(nvrtc.library(12).build(spec), tmp_path)
+    found = report.of_image("hopper", spec, Store(shipped=(), cache=tmp_path).find(spec))
+    assert found.units["matrix"] > 0 and found.loop is None and 0 < found.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize(
