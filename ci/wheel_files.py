@@ -160,6 +160,8 @@ def library(path: Path) -> list[str]:
         return [f"the launcher is no shared library: {done.stderr.strip()}"]
     needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", done.stdout))
     found = [f"the launcher needs {name}" for name in sorted(needed - NEEDED) if not name.startswith("ld-linux")]
+    if "libstdc++.so.6" not in needed:  # what it throws goes through torch, which has the same one
+        found.append("the launcher has a C++ library of its own: torch could not catch what it throws")
     if re.search(r"\((RPATH|RUNPATH)\)", done.stdout):
         found.append("the launcher has a RUNPATH")
     # "    12: 0000000000003a10   120 FUNC    GLOBAL DEFAULT   14 xattn_prepare"

@@ -37,7 +37,8 @@ def compile_launcher(folder: Path, *flags: str, more: str = "") -> Path:
     assert compiler, "the tests of wheels need a C++ compiler"
     source = "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in sorted(wheel_files.EXPORTED)) + more
     target = folder / "launcher.so"
-    command = [compiler, "-x", "c++", "-", "-shared", "-fPIC", *flags, "-o", str(target)]
+    shared = flags if "-static-libstdc++" in flags else ("-Wl,--no-as-needed", *flags)
+    command = [compiler, "-x", "c++", "-", "-shared", "-fPIC", *shared, "-o", str(target)]
     subprocess.run(command, input=source, text=True, check=True)
     return target
 
@@ -169,6 +170,7 @@ def test_a_wheel_that_is_too_large(tmp_path, monkeypatch):
         ("namespace xattn { int shown() { return 0; } }", (), "the launcher shows _ZN5xattn5shownEv"),
         ('extern "C" int cuInit(int); int (*wanted)(int) = cuInit;', (), "the launcher wants cuInit when it is loaded"),
         ("", ("-Wl,-rpath,/opt",), "the launcher has a RUNPATH"),
+        ("", ("-static-libstdc++",), "the launcher has a C++ library of its own"),
     ],
 )
 def test_the_library(tmp_path, more, flags, words):
