@@ -1,17 +1,18 @@
 """What CDNA's compute unit can do at best: cycles of instructions, waves that fit, and the bound of a loop.
 
-Nothing here was measured; not run on AMD hardware. Sources, by AMD unless said:
+Nothing here was measured; not run on AMD hardware. Where the numbers come from:
 
-- Matrix products: 256, 512 and 1024 multiply-adds a cycle on a compute unit of gfx90a, gfx942 and gfx950 for 16-bit
-  operands are 1024, 2048 and 4096 FLOP over four SIMDs ("AMD matrix cores", lab notes; CDNA 3 and CDNA 4 white papers,
-  peak rates). The AMD Matrix Instruction Calculator says the same as execution cycles: 32 of 16x16x16 and 64 of 32x32x8
-  on CDNA2, 16 and 32 on CDNA3. gfx950 reaches its rate with twice the k (16x16x32, 32x32x16); the older shapes take as
-  long as on gfx942. The test of these numbers asks LLVM's scheduling model (SISchedule.td), whose unit is four cycles.
-- A SIMD is 16 lanes wide: an instruction over 64 takes 4 cycles, a transcendental one 16, a quarter of the rate (CDNA3
-  ISA; "Pipeline descriptions" of ROCm Compute Profiler). A matrix product holds the others up for 4 cycles (the
-  calculator: "VALU co-execution cycles" are its execution cycles less 4).
-- LDS: 32 banks of 4 bytes a cycle, 64 on gfx950, for the four SIMDs together (CDNA3 and CDNA4 ISA, LDS).
-- Registers: 512 of a lane in units of 8, at most 8 waves on a SIMD (CDNA2 ISA and later; AMDGPU usage guide of LLVM).
+- Matrix products: execution cycles of AMD's Matrix Instruction Calculator, 32 of 16x16x16 and 64 of 32x32x8 on CDNA2,
+  16 and 32 on CDNA3, which are 1024 and 2048 FLOP a cycle on a compute unit of four SIMDs ("AMD matrix cores", AMD lab
+  notes, says 1024 of MI250X too). It does not know CDNA4: gfx950's are LLVM's (SISchedule.td), 4096 FLOP with twice
+  the k (16x16x32, 32x32x16), the older shapes as on gfx942; MI355X's published peak agrees. A test holds all of them
+  to LLVM's model, whose unit is four cycles.
+- A SIMD is 16 lanes wide ("Pipeline descriptions", AMD's ROCm Compute Profiler): an instruction over 64 takes 4 cycles.
+  A transcendental one is taken for a quarter of that rate, as LLVM's model has its latency; AMD's documents at hand
+  give no number. A matrix product holds the others up for 4 cycles (the calculator: "VALU co-execution cycles" are its
+  execution cycles less 4).
+- LDS: 32 banks of 4 bytes a cycle, 64 on gfx950, for the four SIMDs together (CDNA3 and CDNA4 ISA).
+- Registers: 512 of a lane in units of 8, at most 8 waves on a SIMD (AMDGPU usage guide of LLVM).
 """
 
 from __future__ import annotations
