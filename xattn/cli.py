@@ -169,15 +169,13 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(run=_explain)
 
-    check = commands.add_parser(
-        "check", help="a self-test: small problems on one device, against float64", description=_check.__doc__
+    from . import bench, build, check, demo
+
+    run_check = commands.add_parser(
+        "check", help="a self-test: small problems on one device, against float64", description=check.run.__doc__
     )
-    check.add_argument("--device", metavar="N|cpu", help="torch's number of a GPU, or cpu (default: the first GPU)")
-    check.add_argument("--json", action="store_true", help="print JSON")
-    check.set_defaults(run=_check)
-
-    from . import bench, build, demo
-
+    check.add_arguments(run_check)
+    run_check.set_defaults(run=check.run, parser=run_check)
     run_build = commands.add_parser(
         "build", help="compile kernel images ahead of time into a folder", description=build.run.__doc__
     )
@@ -346,40 +344,3 @@ def _explain(args: argparse.Namespace) -> int:
     plan = api.explain(*call, kind=args.kind, device=args.device, **given)
     print(json.dumps(plan.as_dict(), indent=1) if args.json else plan)
     return 0 if plan.backend else 1
-
-
-# ---------------------------------------------------------------- check
-def _check(args: argparse.Namespace) -> int:
-    """A self-test: what is there, and small problems on one device, each compared with the float64 reference. An error
-    may be twice that of a plain torch computation in the same dtype, plus one rounding. Exit status 1: something
-    FAILED."""
-    from . import selftest
-
-    device = selftest.device_of(args.device)
-    findings = selftest.environment()
-    results = []
-    if not args.json:
-        show.table("environment", ["what", "state", ""], [[f.what, f.state, f.text] for f in findings])
-        print(f"\ndevice under test: {selftest.describe(device)}")
-    for case in selftest.CASES:
-        results.append(selftest.run(case, device))
-    failed = [r.label for r in results if not r.ok] + [f.what for f in findings if f.state == selftest.FAILED]
-    if args.json:
-        answer = {"device": str(device), "ok": not failed, "failed": failed}
-        answer |= {"environment": [asdict(f) for f in findings], "problems": [asdict(r) for r in results]}
-        print(json.dumps(answer, indent=1))
-        return 1 if failed else 0
-    columns = ["problem", "backend", "config", "error", "allowed", ""]
-    show.table("problems", columns, [_check_row(r) for r in results])
-    for r in results:
-        if r.fault:
-            print(f"\n{r.label}: {r.fault}")
-    print(f"\n{len(results)} problems on {device}: " + (f"FAILED: {', '.join(failed)}" if failed else "all ok"))
-    return 1 if failed else 0
-
-
-def _check_row(r: Any) -> list[str]:
-    config = ", ".join(f"{name} {value}" for name, value in r.config)
-    backend = f"{r.backend} (native)" if r.native else r.backend
-    numbers = [f"{n:.2e}" if n is not None else "" for n in (r.error, r.allowed)]
-    return [r.label, backend, config, *numbers, "ok" if r.ok else "FAILED"]

@@ -222,6 +222,11 @@ def vendor_of_torch(torch: Any) -> str:
     return "amd" if torch.version.hip else "nvidia" if torch.version.cuda else "cpu"
 
 
+def versions_of_torch(torch: Any) -> dict[str, str | None]:
+    """The version of a build of torch, and of what it was built for."""
+    return {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "torch_hip": torch.version.hip}
+
+
 def default() -> Device:
     """The device meant where none is named: the first GPU that this torch can drive, else the CPU.
 

@@ -103,20 +103,34 @@ def slot(params: type[ctypes.Structure], name: str) -> int:
     return int(getattr(params, name).offset)
 
 
-# What to do about an error of the driver, by what its message holds.
+# What to do about an error of the driver, by what its message holds. The first two rows: the image is refused.
 _ADVICE = (
     (
-        ("NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_PTX", "UNSUPPORTED_PTX_VERSION", "hipErrorNoBinaryForGpu"),
+        ("NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_PTX", "UNSUPPORTED_PTX_VERSION"),
         "the image needs a driver at least as new as its compiler, or another architecture: update the driver, or "
         "install a compiler as old as it (pip install 'xattn[cuda12]')",
     ),
+    (
+        ("hipErrorNoBinaryForGpu", "hipErrorInvalidImage", "hipErrorInvalidDeviceFunction"),
+        "the image is for another architecture than this device, or of a newer compiler than this ROCm: update ROCm, "
+        "or compile with its own HIPRTC (pip install 'xattn[rocm]')",
+    ),
     (("OUT_OF_MEMORY", "hipErrorOutOfMemory"), "free memory on the device: the image itself found no room"),
     (
-        ("ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "LAUNCH_FAILED", "hipErrorIllegalAddress"),
+        ("ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "LAUNCH_FAILED"),
         "a kernel launched before this one failed: set CUDA_LAUNCH_BLOCKING=1 to see which",
     ),
     (
-        ("OUT_OF_RESOURCES", "INVALID_VALUE", "hipErrorInvalidValue"),
+        ("hipErrorIllegalAddress", "hipErrorLaunchFailure"),
+        "a kernel launched before this one failed: set AMD_SERIALIZE_KERNEL=3 to see which",
+    ),
+    (
+        ("hipErrorNoDevice", "hipErrorInvalidDevice"),
+        "HIP sees no such GPU: look at rocminfo, at HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and whether this "
+        "user may open /dev/kfd",
+    ),
+    (
+        ("OUT_OF_RESOURCES", "INVALID_VALUE", "hipErrorInvalidValue", "hipErrorInvalidConfiguration"),
         "the kernel wants more registers or shared memory than this device has: please report it",
     ),
 )
@@ -124,7 +138,7 @@ _ADVICE = (
 
 def load_error(message: str) -> LaunchError:
     """The error for an image that could not be loaded, by what the driver said."""
-    refused = any(name in message for name in _ADVICE[0][0])
+    refused = any(name in message for names, _ in _ADVICE[:2] for name in names)
     return (ImageRefused if refused else LaunchError)(advised(message))
 
 

@@ -187,6 +187,7 @@ class Hip:
 
         self._hip = hip
         self._kernels: dict[tuple[str, str, int], Any] = {}
+        self._queues = WorkQueues()
 
     def description(self) -> str:
         from importlib.metadata import version
@@ -203,10 +204,24 @@ class Hip:
                     self._kernels[key] = self.check(found, f"finding kernel {call.symbol}", call)
         return PreparedHip(self, self._kernels[key], call)
 
+    def queue(self, index: int, stream: int) -> int:
+        """The number of a launch's work queue. A handle may come again for another stream, so where HIP gives no id
+        (ROCm 7.0 and older) only the default stream has one."""
+        hip = self._hip
+        status, capturing = hip.hipStreamIsCapturing(stream)
+        if int(status) or int(capturing):
+            return -1 if int(status) else self._queues.number(index, None)
+        try:
+            status, name = hip.hipStreamGetId(stream)
+        except (AttributeError, RuntimeError):  # older bindings, or newer ones than the library
+            return -1 if stream else self._queues.number(index, 0)
+        return -1 if int(status) else self._queues.number(index, int(name))
+
     def check(self, result: tuple, what: str, call: Call) -> Any:
         if int(result[0]) == 0:
             return result[1] if len(result) > 1 else None
-        raise load_error(f"{what} failed: {result[0]!s} for {call.about()}")
+        name = getattr(result[0], "name", result[0])  # as text an IntEnum is its number
+        raise load_error(f"{what} failed: {name} for {call.about()}")
 
 
 class PreparedHip:
@@ -223,7 +238,11 @@ class PreparedHip:
         outputs, params = made
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         s = call.shape
+        stream = torch.cuda.current_stream(call.device).cuda_stream
         with torch.cuda.device(call.device.index):
+            if call.queue is not None:
+                number = ctypes.c_int32.from_address(ctypes.addressof(params) + call.queue)
+                number.value = self._bindings.queue(call.device.index, stream)
             result = hip.hipModuleLaunchKernel(
                 f=self._kernel,
                 gridDimX=s.grid[0],
@@ -233,9 +252,11 @@ class PreparedHip:
                 blockDimY=s.block[1],
                 blockDimZ=s.block[2],
                 sharedMemBytes=s.shared_bytes,
-                stream=torch.cuda.current_stream(call.device).cuda_stream,
+                stream=stream,
                 kernelParams=ctypes.addressof(arguments),
                 extra=None,
             )
-        self._bindings.check(result, f"launch of {s.grid[0] * s.grid[1] * s.grid[2]} blocks", call)
+        blocks, threads = s.grid[0] * s.grid[1] * s.grid[2], s.block[0] * s.block[1] * s.block[2]
+        what = f"launch of {blocks} blocks of {threads} threads, {s.shared_bytes} bytes of shared memory"
+        self._bindings.check(result, what, call)
         return outputs

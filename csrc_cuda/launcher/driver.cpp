@@ -6,7 +6,17 @@ namespace xattn::launcher {
 
 Driver& Driver::of(Vendor vendor) { return vendor == Vendor::nvidia ? cuda_driver() : hip_driver(); }
 
+std::string Driver::words(const Shape& s) {
+    return "launch of " + std::to_string(std::uint64_t(s.grid[0]) * s.grid[1] * s.grid[2]) + " blocks of " +
+           std::to_string(s.block[0] * s.block[1] * s.block[2]) + " threads, " + std::to_string(s.shared_bytes) +
+           " bytes of shared memory";
+}
+
 SystemLibrary::SystemLibrary(std::initializer_list<const char*> names, const char* purpose) : purpose_(purpose) {
+    for (const char* name : names) {
+        library_ = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+        if (library_) return;
+    }
     std::string tried;
     for (const char* name : names) {
         library_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);

@@ -58,6 +58,10 @@ class Driver {
     virtual void encode(const TensorMap& map, void* address, void* descriptor) = 0;
     virtual StreamState state_of(void*) { return {false, false, 0}; }
     virtual void launch(void* kernel, const Shape& shape, void* stream, void* params) = 0;
+
+  protected:
+    // For messages: "launch of 16 blocks of 128 threads, 24576 bytes of shared memory".
+    static std::string words(const Shape& shape);
 };
 
 // The context of a device, current as long as this lives.
@@ -77,7 +81,8 @@ class InContext {
 Driver& cuda_driver();
 Driver& hip_driver();
 
-// A library of the system that is opened by name, and its functions; DriverError names what is missing.
+// A library of the system that is opened by name, and its functions; DriverError names what is missing. One that the
+// process has already comes first: handles of torch's driver mean nothing to another copy of it.
 class SystemLibrary {
   public:
     SystemLibrary(std::initializer_list<const char*> names, const char* purpose);

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <type_traits>
 
 #include "driver.h"
 
@@ -138,12 +139,7 @@ class CudaDriver final : public Driver {
             config.num_attributes = count;
             status = launch_ex_(&config, kernel, parameters, nullptr);
         }
-        if (status) {
-            const std::string what = "launch of " + std::to_string(std::uint64_t(s.grid[0]) * s.grid[1] * s.grid[2]) +
-                                     " blocks of " + std::to_string(s.block[0] * s.block[1] * s.block[2]) +
-                                     " threads, " + std::to_string(s.shared_bytes) + " bytes of shared memory";
-            throw DriverError(text(status, what.c_str()));
-        }
+        if (status) throw DriverError(text(status, words(s).c_str()));
     }
 
   private:

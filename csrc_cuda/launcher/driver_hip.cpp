@@ -11,8 +11,8 @@ namespace {
 class HipDriver final : public Driver {
   public:
     HipDriver() : library_({"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"}, "AMD's driver (libamdhip64)") {
-        const auto find = [&](auto& function, const char* name) {
-            function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(library_.find(name));
+        const auto find = [&](auto& function, const char* name, bool needed = true) {
+            function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(library_.find(name, needed));
         };
         find(error_name_, "hipGetErrorName");
         find(error_string_, "hipGetErrorString");
@@ -21,6 +21,8 @@ class HipDriver final : public Driver {
         find(load_, "hipModuleLoadData");
         find(function_, "hipModuleGetFunction");
         find(launch_, "hipModuleLaunchKernel");
+        find(stream_id_, "hipStreamGetId", false);  // newer than ROCm 7.0
+        find(is_capturing_, "hipStreamIsCapturing", false);
     }
 
     // Returns the device to go back to, plus one; null: it is the current one.
@@ -48,11 +50,20 @@ class HipDriver final : public Driver {
         throw DriverError("tensor maps are NVIDIA's: an image for AMD asked for one");
     }
 
+    // A handle may come again for another stream, so where HIP gives no id only the default stream is known.
+    StreamState state_of(void* stream) override {
+        std::uint64_t id = 0;
+        int capturing = 0;
+        const bool asked = is_capturing_ && !is_capturing_(stream, &capturing);
+        const bool named = stream_id_ ? !capturing && !stream_id_(stream, &id) : !stream;
+        return {asked && (capturing || named), capturing != 0, id};
+    }
+
     void launch(void* kernel, const Shape& s, void* stream, void* params) override {
         void* parameters[] = {params};
         const int status = launch_(kernel, s.grid[0], s.grid[1], s.grid[2], s.block[0], s.block[1], s.block[2],
                                    s.shared_bytes, stream, parameters, nullptr);
-        check(status, "launch");
+        if (status) check(status, words(s).c_str());
     }
 
   private:
@@ -70,6 +81,8 @@ class HipDriver final : public Driver {
     int (*load_)(void**, const void*);
     int (*function_)(void**, void*, const char*);
     int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+    int (*stream_id_)(void*, std::uint64_t*);
+    int (*is_capturing_)(void*, int*);
 };
 
 }  // namespace

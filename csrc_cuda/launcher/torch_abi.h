@@ -3,6 +3,7 @@
 // tests/unit/test_launcher.py compares these declarations with torch's headers.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace xattn::launcher {

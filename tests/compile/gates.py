@@ -1,4 +1,4 @@
-"""What images may use: bounds by configuration and architecture, as data. Measured by tests/compile/measure.py.
+"""What images may use: bounds by configuration and architecture, as data. Measured by ci/isa_report.
 
 Spills may only fall from what they are; the wanted number is 0.
 """
@@ -103,33 +103,60 @@ _LATER_ARCHS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121
 _LATER = {"d64": (255, 256), "d128": (255, 224), "d256": (255, 40)}
 
 # Vector and accumulation registers together, of 512: bounds are where a wave less would fit on a SIMD, but for masks at
-# d128, which miss it by one, and for decode kernels, of which shared memory admits one wave anyway. Spilled are scalar
-# registers, into vector ones; nothing goes to memory. clang 22.
+# d128, which miss it by one, and for decode kernels, of which shared memory admits one wave anyway. clang 22.
 _CDNA_ARCHS = ("gfx90a", "gfx942", "gfx950")
-_CDNA_GATES = {
-    "d64": (128, 0),
-    "d64 fp16": (128, 0),
-    "d64 softcap alibi": (128, 2),
-    "d128": (128, 0),
-    "d128 fp16": (128, 0),
-    "d128 softcap alibi": (129, 2),
-    "d128 boolean": (129, 8),
-    "d128 added16": (129, 8),
-    "d128 added32": (129, 8),
-    "d256": (168, 0),
-    "d256 softcap alibi": (168, 2),
-    "paged d64": (128, 0),
-    "paged d128": (128, 0),
-    "paged d128 softcap alibi tree": (140, 8),
-    "paged d256": (168, 0),
-    "decode d64": (128, 0),
-    "decode d128": (136, 0),
-    "decode d128 softcap alibi tree": (140, 8),
-    "decode d256": (176, 0),
+_CDNA_REGISTERS = {
+    "d64": 128,
+    "d64 fp16": 128,
+    "d64 softcap alibi": 128,
+    "d128": 128,
+    "d128 fp16": 128,
+    "d128 softcap alibi": 129,
+    "d128 boolean": 129,
+    "d128 added16": 129,
+    "d128 added32": 129,
+    "d256": 168,
+    "d256 softcap alibi": 168,
+    "paged d64": 128,
+    "paged d128": 128,
+    "paged d128 softcap alibi tree": 140,
+    "paged d256": 168,
+    "decode d64": 128,
+    "decode d128": 136,
+    "decode d128 softcap alibi tree": 140,
+    "decode d256": 176,
 }
+# Scalar registers, spilled into vector ones; nothing goes to memory.
+_CDNA_SPILLS = {
+    "d64 softcap alibi": (2, 0, 0),
+    "d128 softcap alibi": (2, 0, 0),
+    "d128 boolean": (8, 2, 2),
+    "d128 added16": (8, 2, 2),
+    "d128 added32": (8, 2, 2),
+    "d256 softcap alibi": (2, 0, 0),
+}
+
+# Waves on a compute unit that registers and LDS must admit: two on each SIMD, so that the softmax of one runs behind
+# the matrix products of the other. Fewer where LDS admits no more today; they may only rise.
+WAVES = 8
+_FEWER = {"d128": 4, "d256": 4, "decode d64": 4, "decode d128": 4, "decode d256": 2}
+FEWER_WAVES = {
+    (name, arch): n
+    for start, n in _FEWER.items()
+    for name in _CDNA_REGISTERS
+    for arch in ("gfx90a", "gfx942")
+    if f"{name} ".removeprefix("paged ").startswith(f"{start} ")
+}
+# Cycles of the main loop's matrix products over those at the unit's peak rate: wanted 1, may only fall. gfx950 reaches
+# its rate with twice the k of a product.
+MATRIX_CYCLES = {"gfx90a": 1, "gfx942": 1, "gfx950": 2}
 
 GATES: dict[tuple[str, str], Gate] = {
     **{(name, "sm_80"): Gate(*cell) for name, cell in _SHIPPED.items()},
     **{(name, arch): Gate(*cell) for name, cell in _LATER.items() for arch in _LATER_ARCHS},
-    **{(name, arch): Gate(*cell) for name, cell in _CDNA_GATES.items() for arch in _CDNA_ARCHS},
+    **{
+        (name, arch): Gate(most, _CDNA_SPILLS.get(name, (0, 0, 0))[n])
+        for name, most in _CDNA_REGISTERS.items()
+        for n, arch in enumerate(_CDNA_ARCHS)
+    },
 }

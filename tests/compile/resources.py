@@ -10,6 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from compile import machine_code
+from compile.machine_code import Instruction
 from compile.nvrtc import file_of
 
 from xattn.images import Image
@@ -18,13 +20,17 @@ from xattn.jit import COMPILERS, Clang, spilled_bytes
 
 class Resources(NamedTuple):
     """Of one kernel. ``spilled``: bytes that ptxas stores and loads again, registers on AMD; ``stack``: bytes of local
-    memory (scratch) a thread; ``shared``: bytes of static shared memory, the kernel's own tiles being dynamic."""
+    memory (scratch) a thread; ``shared``: bytes of static shared memory, the kernel's own tiles being dynamic;
+    ``accumulation``: AMD's accumulation registers, which are among ``registers``; ``code``: in the order of
+    addresses."""
 
     registers: int
     spilled: int
     stack: int
     shared: int
     instructions: Counter
+    accumulation: int
+    code: tuple[Instruction, ...]
 
 
 def run(*command: str | Path) -> str:
@@ -41,10 +47,10 @@ def of_nvidia(image: Image) -> Resources:
         usage = run(file_of("nvidia-cuda-cuobjdump", "cuobjdump"), "--dump-resource-usage", file.name)
         listing = run(file_of("nvidia-cuda-nvdisasm", "nvdisasm"), "--print-code", file.name)
     number = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-    # "/*0a30*/   @P0 LDGSTS.E.BYPASS.128 [R1], ..."
-    names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listing, re.MULTILINE)
+    code = machine_code.of_nvidia(listing)
     stack = number["STACK"] + number["LOCAL"]
-    return Resources(number["REG"], spilled_bytes(image), stack, number["SHARED"], Counter(names))
+    names = Counter(i.name for i in code)
+    return Resources(number["REG"], spilled_bytes(image), stack, number["SHARED"], names, 0, tuple(code))
 
 
 def of_amd(image: Image) -> Resources:
@@ -55,13 +61,15 @@ def of_amd(image: Image) -> Resources:
         notes = run(llvm_tool("llvm-readelf"), "--notes", file.name)
         listing = run(llvm_tool("llvm-objdump"), "--disassemble", f"--mcpu={image.arch}", file.name)
     number = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)$", notes, re.MULTILINE)}
-    names = re.findall(r"^\s+([a-z]\w+)(?=\s)", listing, re.MULTILINE)
+    code = machine_code.of_amd(listing)
     return Resources(
-        number["vgpr_count"] + number["agpr_count"],
+        number["vgpr_count"],  # accumulation registers are counted in it (AMDGPU usage guide, code object metadata)
         number["vgpr_spill_count"] + number["sgpr_spill_count"],
         number["private_segment_fixed_size"],
         number["group_segment_fixed_size"],
-        Counter(names),
+        Counter(i.name for i in code),
+        number["agpr_count"],
+        tuple(code),
     )
 
 
@@ -93,5 +101,5 @@ def missing_amd_compiler() -> str:
     version = re.search(r"version (\d+)", compiler.version())
     if version is None or int(version[1]) < LEAST_CLANG:
         return f"{compiler.version()} is older than {LEAST_CLANG}"
-    lacking = [n for n in ("llvm-readelf", "llvm-objdump", "ld.lld") if not shutil.which(llvm_tool(n))]
+    lacking = [n for n in ("llvm-readelf", "llvm-objdump", "llvm-mca", "ld.lld") if not shutil.which(llvm_tool(n))]
     return f"{', '.join(lacking)} not beside {compiler.program()}" if lacking else ""

@@ -49,11 +49,11 @@ ROWS = (
     {"api", "distributed"},
     {"xattn"},  # the names that users import
     {"compat", "selftest"},
-    {"cli", "__main__", "bench", "build", "demo"},
+    {"cli", "__main__", "bench", "build", "check", "demo"},
 )
 ROW = {name: n for n, row in enumerate(ROWS) for name in row}
 # A pair: an op's autograd kernel applies the Function, whose forward calls the op. And what only starts and shows.
-TOGETHER = ({"ops", "autograd", "repeats"}, {"cli", "__main__", "bench", "build", "demo"})
+TOGETHER = ({"ops", "autograd", "repeats"}, {"cli", "__main__", "bench", "build", "check", "demo"})
 
 
 def imports(path: Path) -> set[tuple[str, ...]]:

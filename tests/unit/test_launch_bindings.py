@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import sys
 import types
 
@@ -43,9 +44,12 @@ def call(kind: str, **changes) -> Call:
     return Call(**(given | changes))
 
 
-class Status(int):
-    def __str__(self) -> str:
-        return {0: "success", 209: "hipErrorNoBinaryForGpu", 1: "hipErrorInvalidValue"}[int(self)]
+class Status(enum.IntEnum):
+    """As hip-python's."""
+
+    success = 0
+    hipErrorInvalidValue = 1
+    hipErrorNoBinaryForGpu = 209
 
 
 @pytest.fixture
@@ -121,6 +125,46 @@ def test_a_refused_image_is_named(seen, bindings, kind):
     refused = Image("r", "sm_80", kind, "forward [test] for sm_80", "a compiler 1.0", b"refuse")
     with pytest.raises(ImageRefused, match=r"loading failed: .*forward \[test\] for sm_80, compiled by a compiler 1.0"):
         bindings().prepare(call(kind, image=refused))
+
+
+class HipStreams:
+    """Streams by their handles: 0 is the default one."""
+
+    def __init__(self, ids: dict[int, int] | None, capturing: bool = False):
+        self._ids, self._capturing = ids, capturing
+
+    def hipStreamIsCapturing(self, stream):
+        return Status(0), int(self._capturing)
+
+    def hipStreamGetId(self, stream):
+        if self._ids is None:
+            raise RuntimeError("libamdhip64.so has no symbol hipStreamGetId")
+        return Status(0), self._ids[stream]
+
+
+def test_work_queues_on_hip(seen):
+    """One for each stream and for each captured launch; where HIP gives no ids, only the default stream has one."""
+    hip = launch_bindings.Hip()
+    hip._hip = HipStreams({0: 4, 77: 9})
+    first, second = hip.queue(0, 0), hip.queue(0, 77)
+    assert first >= 0 and second >= 0 and first != second and hip.queue(0, 0) == first
+    hip._hip = HipStreams({}, capturing=True)
+    captured = {hip.queue(0, 77), hip.queue(0, 77)}
+    assert len(captured | {first, second}) == 4
+    hip = launch_bindings.Hip()
+    hip._hip = HipStreams(None)
+    assert hip.queue(0, 0) == 0 and hip.queue(1, 0) == 1 and hip.queue(0, 77) == -1
+
+
+def test_the_queue_reaches_the_kernel_on_hip(seen):
+    hip = launch_bindings.Hip()
+    streams = HipStreams({77: 9})
+    hip._hip.hipStreamIsCapturing, hip._hip.hipStreamGetId = streams.hipStreamIsCapturing, streams.hipStreamGetId
+    q = torch.zeros(64)
+    for expected in (0, 0):
+        hip.prepare(call("hsaco", params=Params(number=-7), queue=Params.number.offset))([q])
+        params = [e for e in seen if e[0] == "launch"][-1][3]
+        assert params.number & 0xFFFFFFFF == expected and params.q == q.data_ptr()
 
 
 def test_cluster_and_tensor_maps_on_cuda(seen, monkeypatch):

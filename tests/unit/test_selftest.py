@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import oracle
 import pytest
 import torch
 
+import xattn
 from xattn import cli, images, jit, launch, selftest
 from xattn.images import Image, ImageSpec, Store
 from xattn.selftest import CASES, Case
@@ -160,6 +162,7 @@ def test_an_exception_is_a_fault(monkeypatch):
     wrong(monkeypatch, fails)
     result = selftest.run(Case("fp32", dtype="fp32"), CPU)
     assert not result.ok and result.fault == "RuntimeError: the launch failed" and result.backend == "sdpa"
+    assert result.trace.startswith("Traceback") and "in fails" in result.trace and result.us is None
 
 
 # ---------------------------------------------------------------- the machine
@@ -281,10 +284,43 @@ def test_check_json(few, capsys, monkeypatch):
     assert [p["label"] for p in answer["problems"]] == ["one", "two"]
     assert all(p["ok"] and p["error"] <= p["allowed"] for p in answer["problems"])
     assert {"what", "state", "text"} == set(answer["environment"][0])
+    assert all(p["first_ms"] > 0 and p["us"] > 0 and p["trace"] == "" for p in answer["problems"])
+    assert answer["versions"]["torch"] == torch.__version__ and answer["versions"]["torch_hip"] == torch.version.hip
+    assert answer["hardware"]["vendor"] == "cpu" and answer["hardware"]["sm_count"] > 0 and answer["seconds"] > 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", answer["time"])
     wrong(monkeypatch, lambda out: out[:, :-1])
     assert cli.main(["check", "--device", "cpu", "--json"]) == 1
     answer = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert (answer["ok"], answer["failed"]) == (False, ["one"])
+
+
+def test_a_report_to_send(few, capsys, tmp_path, monkeypatch):
+    """Beside the tables; what failed comes with its traceback."""
+    monkeypatch.setitem(selftest._CALLS, "varlen", lambda *a, **k: 1 / 0)
+    file = tmp_path / "report.json"
+    assert cli.main(["check", "--device", "cpu", "--json", str(file)]) == 1
+    text = capsys.readouterr().out
+    assert "2 problems on cpu: FAILED: two" in text and f"the report is in {file}" in text
+    answer = json.loads(file.read_text())
+    one, two = answer["problems"]
+    assert one["ok"] and not two["ok"] and "ZeroDivisionError" in two["trace"] and two["error"] is None
+
+
+def test_a_report_that_cannot_be_written(few, capsys, tmp_path):
+    """It is said before any problem."""
+    assert cli.main(["check", "--device", "cpu", "--json", str(tmp_path / "none" / "report.json")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("xattn check: ") and "No such file" in captured.err
+
+
+def test_what_kernels_reported_fails_the_check(few, capsys, monkeypatch):
+    def raises(device):
+        raise xattn.DeviceValueError("page_table: a page id out of range")
+
+    monkeypatch.setattr(xattn.api, "check_errors", raises)
+    assert cli.main(["check", "--device", "cpu", "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["failed"] == ["kernel status"] and "a page id out of range" in answer["environment"][-1]["text"]
 
 
 @pytest.mark.parametrize("name", ["99", "-1", "cuda", "gfx942", ""])

@@ -1,41 +1,25 @@
-// A stand-in for NVIDIA's driver: an image is a shared library of the host build, a launch runs it on the CPU. What the
-// launcher asked for is counted, and an image that starts with "refuse" is refused as one of another architecture.
-#include <dlfcn.h>
-#include <unistd.h>
-
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <string>
+// A stand-in for NVIDIA's driver; an image that starts with "refuse" is refused as one of another architecture.
+#include "fake_driver.h"
 
 namespace {
 
 thread_local void* stack[16];
 thread_local int depth = 0;
-int counts[4];  // modules loaded, launches, launches by cuLaunchKernelEx, contexts on this thread's stack
+int launches_ex = 0;
 unsigned last_attributes = 0;
-unsigned last_shape[7];
-unsigned long long stream_id = 1;
-int capturing = 0;
-
-using Kernel = int (*)(const void*, unsigned, unsigned long long, char*, int);
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-EXPORT int fake_count(int which) { return which == 3 ? depth : counts[which]; }
+EXPORT int fake_depth() { return depth; }  // contexts on this thread's stack
+EXPORT int fake_launches_ex() { return launches_ex; }
 EXPORT unsigned fake_attributes() { return last_attributes; }
-EXPORT unsigned fake_shape(int n) { return last_shape[n]; }
-
-EXPORT void fake_stream(unsigned long long id, int captures) { stream_id = id, capturing = captures; }
 
 EXPORT int cuStreamGetId(void*, unsigned long long* id) {
-    *id = stream_id;
-    return capturing ? 906 : 0;  // not permitted
+    *id = fake::stream_id;
+    return fake::capturing ? 906 : 0;  // not permitted
 }
 EXPORT int cuStreamIsCapturing(void*, int* status) {
-    *status = capturing;
+    *status = fake::capturing;
     return 0;
 }
 EXPORT int cuInit(unsigned) { return 0; }
@@ -72,7 +56,7 @@ EXPORT int cuGetErrorString(int, const char** text) {
 EXPORT int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, void**) {
     if (!depth) return 201;  // no context
     if (!std::memcmp(image, "refuse", 6)) return 209;
-    ++counts[0];
+    ++fake::modules;
     *module = dlopen(static_cast<const char*>(image), RTLD_NOW);  // the image is the library's path
     return *module ? 0 : 200;
 }
@@ -82,13 +66,10 @@ EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) 
 }
 EXPORT int cuFuncSetAttribute(void*, int, int value) { return value > 232448 ? 1 : 0; }
 EXPORT int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
-                          unsigned shared, void*, void** params, void**) {
+                          unsigned shared, void* stream, void** params, void**) {
     if (!depth) return 201;
-    ++counts[1];
-    const unsigned shape[7] = {x, y, z, bx, by, bz, shared};
-    std::memcpy(last_shape, shape, sizeof shape);
-    char message[256];
-    return reinterpret_cast<Kernel>(function)(params[0], x * y * z, 0, message, sizeof message) ? 700 : 0;
+    const int device = int(reinterpret_cast<long>(stack[depth - 1]) - 1000);
+    return fake::launch(function, {x, y, z, bx, by, bz, shared}, stream, device, params) ? 700 : 0;
 }
 
 struct Config {
@@ -99,7 +80,7 @@ struct Config {
 };
 
 EXPORT int cuLaunchKernelEx(const Config* c, void* function, void** params, void** extra) {
-    ++counts[2];
+    ++launches_ex;
     last_attributes = c->num_attributes;
     return cuLaunchKernel(function, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2],
                           c->shared, c->stream, params, extra);

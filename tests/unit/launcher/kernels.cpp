@@ -1,5 +1,6 @@
-// Kernels for the stand-in driver: the forward body, one that fails, one that shows its tensor map.
-#include "arch/host/forward_sm80.cpp"
+// Kernels for the stand-in drivers: the forward body of an architecture (LAYER), one that fails, one that shows words
+// of its parameter block.
+#include LAYER
 
 extern "C" int xattn_fail(const void*, unsigned, unsigned long long, char*, int) { return 1; }
 

@@ -1,8 +1,9 @@
-"""Drives the compiled launcher over the stand-in driver (fake_cuda.cpp) and prints what happened as JSON.
+"""Drives the compiled launcher over a stand-in for a driver (fake_cuda.cpp, fake_hip.cpp) and prints what happened as
+JSON.
 
-    python scenarios.py LIBRARY FAKE_DRIVER HOST_KERNEL
+    python scenarios.py VENDOR LIBRARY FAKE_DRIVER HOST_KERNEL
 
-In a process of its own: the stand-in takes the name of NVIDIA's driver.
+In a process of its own: the stand-in takes the name of the vendor's driver.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-library_path, fake_path, kernel_path = sys.argv[1:]
-fake = ctypes.CDLL(fake_path)  # its soname is libcuda.so.1: everybody's dlopen of the driver finds this one
+vendor, library_path, fake_path, kernel_path = sys.argv[1:]
+nvidia = vendor == "nvidia"
+fake = ctypes.CDLL(fake_path)  # its soname is the driver's: everybody's dlopen of that finds this one
 
 import torch  # noqa: E402
 
@@ -30,7 +32,8 @@ found: dict[str, object] = {}
 
 
 def image(code: bytes, key: str = "host") -> Image:
-    return Image(key, "sm_80", "cubin", "forward [test] for sm_80", "a compiler 1.0", code)
+    arch, kind = ("sm_80", "cubin") if nvidia else ("gfx942", "hsaco")
+    return Image(key, arch, kind, f"forward [test] for {arch}", "a compiler 1.0", code)
 
 
 def call(q, k, v, return_lse: bool = True) -> Call:
@@ -45,7 +48,7 @@ def call(q, k, v, return_lse: bool = True) -> Call:
     outputs = [Output(slot(ForwardParams, "out"), tuple(q.shape), q.dtype)]
     if return_lse:
         outputs.append(Output(slot(ForwardParams, "lse"), (batch, heads, seqlen), torch.float32))
-    shape = Shape((batch * heads * p.m_blocks, 1, 1), (128, 1, 1), 24576)
+    shape = Shape((batch * heads * p.m_blocks, 1, 1), (128 if nvidia else 256, 1, 1), 24576)
     slots = tuple(slot(ForwardParams, n) for n in "qkv")
     code = image(kernel_path.encode())
     return Call(code, "xattn_forward", torch.device("cpu"), shape, p, slots, tuple(outputs), 3)
@@ -77,20 +80,23 @@ again = prepared([q.clone(), k.clone(), v.clone()])
 found["again"] = torch.equal(again[0], out) and again[0].data_ptr() != out.data_ptr()
 found["shape"] = [fake.fake_shape(n) for n in range(7)]
 library.prepare(first)
-found["modules"] = fake.fake_count(0)
-found["depth"] = fake.fake_count(3)
+found["modules"] = fake.fake_modules()
+found["left"] = fake.fake_depth() if nvidia else fake.fake_current()
 found["without_lse"] = len(library.prepare(call(q, k, v, return_lse=False))([q, k, v]))
 
 # An input that is not aligned: nothing is launched.
-launches = fake.fake_count(1)
+launches = fake.fake_launches()
 odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
-found["unaligned"] = [len(prepared([odd, k, v])), fake.fake_count(1) - launches]
+found["unaligned"] = [len(prepared([odd, k, v])), fake.fake_launches() - launches]
 
 # Errors.
-found["refused"] = error(lambda: library.prepare(replace(first, image=image(b"refuse", "other"))))
+# The head of an ELF file for gfx90a.
+other = b"refuse" if nvidia else b"\x7fELF".ljust(18, b"\0") + b"\xe0".ljust(30, b"\0") + b"\x3f\0\0\0"
+found["refused"] = error(lambda: library.prepare(replace(first, image=image(other, "other"))))
 found["refused_type"] = issubclass(ImageRefused, LaunchError)
 found["no_kernel"] = error(lambda: library.prepare(replace(first, symbol="nothing")))
-found["shared"] = error(lambda: library.prepare(replace(first, shape=replace(first.shape, shared_bytes=1 << 20))))
+large = replace(first, shape=replace(first.shape, shared_bytes=1 << 20))
+found["shared"] = error(lambda: library.prepare(large)([q, k, v]))
 found["no_device"] = error(lambda: library.prepare(replace(first, device=torch.device("cpu", 7))))
 broken = replace(first, symbol="xattn_fail")
 found["launch"] = error(lambda: library.prepare(broken)([q, k, v]))
@@ -125,28 +131,48 @@ queued = library.prepare(
 
 def queue_of(stream: int, capturing: int = 0) -> int:
     fake.fake_stream(stream, capturing)
+    fake.fake_param_bytes(ctypes.sizeof(MapParams))
     number.fill_(-7)
     queued([number])
+    if capturing:
+        assert int(number[0]) == -7, "it runs while it is captured"
+        fake.fake_replay()
+        fake.fake_forget_graph()
     return int(number.view(torch.int32)[0])
 
 
 found["queues"] = [queue_of(5), queue_of(6), queue_of(5), queue_of(5, 1), queue_of(5, 1), queue_of(6)]
 found["no_queue"] = [[queue_of(n) for n in range(600)][-1], [queue_of(5, 1) for _ in range(4000)][-1], queue_of(5)]
 
+# Graphs: what is captured runs at the replay, on the contents of then.
+fake.fake_stream(5, 1)
+fake.fake_param_bytes(ctypes.sizeof(ForwardParams))
+contents = [t.clone() for t in (q, k, v)]
+captured = library.prepare(first)(contents)
+captured[0].fill_(7.0)
+replays = []
+for change in (1.0, -2.0):
+    contents[2].copy_(v * change)
+    replays.append([fake.fake_replay(), (captured[0].float() - change * wanted).abs().max().item()])
+fake.fake_forget_graph()
+fake.fake_stream(5, 0)
+found["graph"] = replays
+
 # Launch attributes and tensor maps.
-special = replace(first, shape=replace(first.shape, cluster=(2, 1, 1), overlap=True))
-library.prepare(special)([q, k, v])
-found["attributes"] = [fake.fake_count(2), fake.fake_attributes()]
-
-
 seen = torch.zeros(16, dtype=torch.int64)
 tensor_map = TensorMap(MapParams.map.offset, 1, 9, (64, 70, 4), (2, 512, 128), (64, 32, 1), 3, 3)
 maps = Call(
     image(kernel_path.encode()), "xattn_copy_map", torch.device("cpu"), Shape((1, 1, 1), (1, 1, 1), 0),
     MapParams(), (0, 8), (), 0, maps=(tensor_map,),
 )  # fmt: skip
-library.prepare(maps)([seen, q])
-found["map"] = [seen[0].item() == q.data_ptr(), *seen[1:8].tolist()]
+if nvidia:
+    special = replace(first, shape=replace(first.shape, cluster=(2, 1, 1), overlap=True))
+    library.prepare(special)([q, k, v])
+    found["attributes"] = [fake.fake_launches_ex(), fake.fake_attributes()]
+    library.prepare(maps)([seen, q])
+    found["map"] = [seen[0].item() == q.data_ptr(), *seen[1:8].tolist()]
+else:
+    found["map"] = error(lambda: library.prepare(maps)([seen, q]))
 
 # Threads.
 shared = library.prepare(first)

@@ -1,0 +1,28 @@
+"""What the body of a configuration must hold, by arithmetic."""
+
+from __future__ import annotations
+
+from xattn.backends import cdna, sm80, sm90
+from xattn.images import ImageSpec
+
+
+def of_config(spec: ImageSpec, lanes: int) -> dict[str, int]:
+    """What the body of a configuration must hold, its loops unrolled: 16 x 16 x 16 products of a warp (Hopper's: of a
+    warpgroup), fragments read from shared memory, bytes of shared memory."""
+    c = {name: int(value) for name, value in spec.config if not isinstance(value, str)}
+    if "num_warpgroups" in c:  # Hopper's: operands come from shared memory as they are; one warpgroup more copies
+        products = 4 * (c["tile_n"] // 16) * ((c["head_dim"] + c["head_dim_v"]) // 16)
+        threads = 4 * lanes * (c["num_warpgroups"] + 1)
+        return {"products": products, "fragments": 0, "shared": sm90.shared_bytes(spec.config), "threads": threads}
+    decode = "tile_m" not in c  # every warp has all the rows
+    rows, keys = 1 if decode else c["tile_m"] // (16 * c["num_warps"]), c["tile_n"] // 16
+    dims = [c["head_dim"] // 16, c["head_dim_v"] // 16]
+    body = (cdna if spec.arch.startswith("gfx") else sm80).DECODE
+    return {
+        "products": rows * keys * sum(dims),
+        "fragments": dims[0] * (rows + keys) + keys * dims[1],
+        "shared": body.shared_bytes(spec.config)
+        if decode
+        else 32 * (c["tile_m"] * max(dims) + c["tile_n"] * sum(dims)),
+        "threads": lanes * c["num_warps"],
+    }
