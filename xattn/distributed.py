@@ -25,6 +25,7 @@ from .ranks import GRADIENTS, Gather, Ranks, pass_on, rotation, wide
 from .shards import SHARDINGS, pieces
 
 METHODS = ("ring", "all_gather")
+_SIGNATURE = inspect.signature(api.attention)
 _REFUSED = {
     "attn_mask": "it would be quadratic in the sequence",
     "seqused_k": "lengths that only the device knows do not say which shards see each other",
@@ -175,7 +176,7 @@ def _checked(
             validate.fail(name, type(t).__name__, "a plain tensor; of a DTensor its to_local()", TypeError)
     if autograd.transforms_active():
         raise UnsupportedError("context_parallel was called under a torch.func transform; allowed: none around it")
-    bound = inspect.signature(api.attention).bind(q, k, v, **kw)
+    bound = _SIGNATURE.bind(q, k, v, **kw)
     bound.apply_defaults()
     given = dict(bound.arguments)
     for name in "qkv":

@@ -16,6 +16,15 @@ from .shards import pieces
 KEYS, GRADIENTS = 0, 1  # tags of messages
 
 
+def _collective(*names: str) -> Any:
+    """(output, input, group), by its first name that torch has: they were renamed in 2.13."""
+    return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
+
+
+_all_gather = _collective("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The calling rank in its group, and the numbers of the group's ranks in the world."""
@@ -29,7 +38,7 @@ class Ranks:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
         group = dist.group.WORLD if group is None else group
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
             validate.fail("group", "a group that this rank is no member of", "a group of this rank's")
         if not isinstance(group, dist.ProcessGroup):
             allowed = "a torch.distributed.ProcessGroup (of a DeviceMesh: mesh.get_group()), or None"
@@ -110,7 +119,7 @@ class Gather(torch.autograd.Function):
             return shard.clone()
         sent = _bytes(shard)
         gathered = sent.new_empty(ranks.world * sent.numel())
-        dist.all_gather_into_tensor(gathered, sent, ranks.group)
+        _all_gather(gathered, sent, ranks.group)
         shards = gathered.view(shard.dtype).view(ranks.world, *shard.shape)
         order = sorted(
             (p.start, r, p) for r in range(ranks.world) for p in pieces(sharding, r, ranks.world, shard.shape[dim])
@@ -138,7 +147,7 @@ class ReduceScatter(torch.autograd.Function):
             for r in range(ranks.world)
         ]
         total = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(total.view(-1), torch.cat([p.reshape(-1) for p in parts]), group=ranks.group)
+        _reduce_scatter(total.view(-1), torch.cat([p.reshape(-1) for p in parts]), group=ranks.group)
         return total.to(dtype)
 
     @staticmethod
