@@ -1,4 +1,4 @@
-"""What ranks do in the tests of data-parallel training: a small model with attention by xattn, trained for two steps."""
+"""What ranks do in tests of data-parallel training: a small model with attention by xattn, trained for two steps."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class Model(nn.Module):
             if self.saved is None:
                 x = layer(x)
             else:
-                contexts = functools.partial(
-                    create_selective_checkpoint_contexts, functools.partial(_policy, self.saved)
-                )
+                policy = functools.partial(_policy, self.saved)
+                contexts = functools.partial(create_selective_checkpoint_contexts, policy)
                 x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
         return x
 
