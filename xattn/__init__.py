@@ -20,6 +20,7 @@ from .api import (
 from .capability import Refusal
 from .device import Device
 from .dispatch import Plan
+from .distributed import context_parallel, context_parallel_shard, context_parallel_unshard
 from .errors import DeviceValueError, FallbackWarning, OutOfPagesError, UnsupportedError
 from .fusion import Epilogue, epilogues
 from .kv_layout import KVLayout, convert_page_table, convert_pages
@@ -58,6 +59,9 @@ __all__ = [
     "batch_invariant",
     "capabilities",
     "check_errors",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
     "convert_page_table",
     "convert_pages",
     "devices",

@@ -72,7 +72,8 @@ def attention(
             something is aligned to it (causal, window, ALiBi).
         dropout_p: in [0, 1]; kept weights are scaled by 1 / (1 - dropout_p). dropout_rng: int64[2] (seed, offset) on
             the device; drawn from torch's generator of the device when not given. Equal pairs give equal masks
-            everywhere (rng.py).
+            everywhere (rng.py). Where the call is a part of a larger one, int64[4]: seed, offset, and the q_idx and
+            kv_idx that the first query and the first key have there (in ``attention`` alone).
         score_mod: fn(score, b, h, q_idx, kv_idx) -> score; mask_mod: fn(b, h, q_idx, kv_idx) -> True where seen, as
             FlexAttention's. Tensors that they capture may require gradients (score_mod).
         epilogue: an ``Epilogue`` applied to the output before it is rounded.

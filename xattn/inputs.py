@@ -228,6 +228,7 @@ class Inputs:
             seqused_k=self.seqused_k is not None,
             sinks=self.sinks is not None,
             dropout=self.dropout_p > 0.0,
+            dropout_start=self.dropout_p > 0.0 and present(self.dropout_rng).shape[0] == 4,
             scales=any(s is not None for s in (self.q_scale, self.k_scale, self.v_scale)),
             score_mod=self.score_mod.key if self.score_mod else "",
             mask_mod=self.mask_mod.key if self.mask_mod else "",

@@ -12,8 +12,8 @@ backend.
 
 They take what the public functions take (``xattn.attention`` and its kin), with the window as two ints, ``window_left``
 and ``window_right``, scales as tensors, ``batch_invariant`` as a flag, and the traced user functions by key; new
-tokens are written by ``append_paged`` before ``attention_paged`` is called. ``torch.ops.xattn.attention.default._schema``
-shows an op's arguments. They serve TorchScript and export as well, where user functions are not to be had.
+tokens are written by ``append_paged`` before ``attention_paged`` is called. An op's ``default._schema`` shows its
+arguments. They serve TorchScript and export as well, where user functions are not to be had.
 """
 
 from __future__ import annotations

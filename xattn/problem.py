@@ -22,6 +22,7 @@ FEATURES = (
     "seqused_k",
     "sinks",
     "dropout",
+    "dropout_start",
     "scales",
     "epilogue",
     "return_lse",
@@ -69,6 +70,7 @@ class Problem:
     seqused_k: bool = False
     sinks: bool = False
     dropout: bool = False
+    dropout_start: bool = False  # its dropout counts queries and keys from other numbers than 0
     scales: bool = False
     score_mod: str = ""
     mask_mod: str = ""

@@ -42,8 +42,10 @@ def draw(device: torch.device) -> Tensor:
 
 
 def keep(rng: Tensor, dropout_p: float, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """True where a weight is kept. ``rng`` is int64[2]; the indices are integer tensors that broadcast to the result's
-    shape."""
+    """True where a weight is kept. ``rng`` is int64[2], or int64[4] with the q_idx of the first query and the kv_idx of
+    the first key; the indices are integer tensors that broadcast to the result's shape."""
+    if rng.shape[0] == 4:
+        q_idx, kv_idx = q_idx + rng[2], kv_idx + rng[3]
     return uniform16(rng, batch, head, q_idx, kv_idx) >= threshold(dropout_p)
 
 

@@ -321,7 +321,7 @@ def _numbers(x: Inputs) -> None:
     if x.dropout_rng is not None:
         if x.dropout_rng.dtype != torch.int64:
             fail("dropout_rng", x.dropout_rng.dtype, "torch.int64", TypeError)
-        _shape("dropout_rng", x.dropout_rng, (2,))
+        _shape("dropout_rng", x.dropout_rng, (2,), *([(4,)] if x.kind == "attention" else []))
     elif x.dropout_p > 0:
         fail(
             "dropout_rng", None, "an int64[2] tensor (seed, offset) where the op is called directly with dropout_p > 0"

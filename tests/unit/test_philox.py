@@ -367,3 +367,38 @@ def test_indices_count_mod_2_to_the_32(shift):
         moved = [batch, head, q_idx]
         moved[n] = moved[n] + shift
         assert torch.equal(numbers, rng.uniform16(pair(3, 4), *moved, kv_idx))
+
+
+@pytest.mark.parametrize("start", [(0, 0), (5, 64), (3, 17), (2**33, 2**34 + 1)], ids=str)
+def test_a_part_of_a_larger_call_drops_what_the_whole_drops(start):
+    """dropout_rng of four numbers: the part's queries and keys count from its start."""
+    pair = torch.tensor([7, 9])
+    q_idx, kv_idx = torch.arange(6)[:, None], torch.arange(80)
+    at = (torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None])
+    part = rng.keep(torch.cat([pair, torch.tensor(start)]), 0.5, *at, q_idx, kv_idx)
+    assert torch.equal(part, rng.keep(pair, 0.5, *at, q_idx + start[0], kv_idx + start[1]))
+
+
+def test_calls_of_parts_are_parts_of_the_call():
+    q, k, v = (torch.randn(2, n, 2, 8, dtype=torch.float64) for n in (6, 80, 80))
+    pair, options = torch.tensor([7, 9]), {"dropout_p": 0.5, "return_lse": True}
+    whole, _ = xattn.attention(q, k, v, dropout_rng=pair, **options)
+    rows = []
+    for i in (0, 4):
+        parts = []
+        for j in (0, 33):
+            four = torch.cat([pair, torch.tensor([i, j])])
+            stop = 33 if j == 0 else 80
+            parts.append(xattn.attention(q[:, i : i + 4], k[:, j:stop], v[:, j:stop], dropout_rng=four, **options))
+        rows.append(xattn.merge_states(*zip(*parts, strict=True))[0])
+    torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_four_numbers_are_for_dense_calls(arch="sm_90"):
+    """Others refuse them; kernels that do not know where a part starts are not asked."""
+    q, offsets = torch.randn(4, 2, 8), torch.tensor([0, 4])
+    with pytest.raises(ValueError, match=r"dropout_rng: got shape \(4,\); allowed: \(2,\)"):
+        xattn.attention_varlen(q, q, q, offsets, offsets, 4, 4, dropout_p=0.5, dropout_rng=torch.zeros(4).long())
+    plan = xattn.explain(q[None], q[None], q[None], dropout_p=0.5, dropout_rng=torch.zeros(4).long(), device=arch)
+    refused = {name: {r.field for r in refusals} for name, refusals in plan.rejected}
+    assert plan.backend == "reference" and "dropout_start" in refused["sm90"]
