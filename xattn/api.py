@@ -414,9 +414,7 @@ def explain(*args: Any, kind: str = "attention", device: Any = None, **kwargs: A
         validate.fail("kind", repr(kind), ", ".join(functions))
     bound = inspect.signature(functions[kind]).bind(*args, **kwargs)
     bound.apply_defaults()
-    inputs = calls.describe(kind, dict(bound.arguments))
-    target = device_of(inputs.q.device) if device is None else _device(device)
-    return dispatch.plan(inputs.problem(calls.asked(inputs)), inputs.size_bucket(), target, backend=inputs.backend)
+    return calls.explain(kind, dict(bound.arguments), None if device is None else _device(device))
 
 
 def supported(*args: Any, kind: str = "attention", device: Any = None, **kwargs: Any) -> bool:

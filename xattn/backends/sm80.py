@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .. import decode_call, forward_call
+from ..append_call import AppendBody
 from ..decode_call import DecodeBody
 from ..forward_call import ForwardBody
 from ..images import ImageSpec
@@ -32,6 +33,8 @@ DECODE = DecodeBody(
     tiles=((64, 32, 4, 3, 2), (128, 16, 4, 2, 2), (256, 16, 2, 2, 3)),
 )
 
+APPEND = AppendBody(entry="arch/sm80/append.cu", warp_size=32)
+
 
 def _images(arch: str) -> Iterator[ImageSpec]:
     """For NVIDIA's architectures from 8.0 on, by their plain names."""
@@ -39,6 +42,7 @@ def _images(arch: str) -> Iterator[ImageSpec]:
     if vendor in ("sm", "compute") and number.isascii() and number.isdigit() and int(number) >= 80:
         yield from BODY.images(arch)
         yield from DECODE.images(arch)
+        yield from APPEND.images(arch)
 
 
 BACKEND = Backend(
@@ -50,4 +54,5 @@ BACKEND = Backend(
     missing=BODY.missing,
     too_large=BODY.too_large,
     images=_images,
+    append=APPEND,
 )
