@@ -4,6 +4,7 @@ answers, else with torch operations (paging.py)."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,12 +31,50 @@ def run(x: Append, backend: str | None = None) -> tuple[Tensor | None, Tensor | 
     ``backend``: which one's kernel, if it has one; None for the first that has one for the device. On the CPU bad
     values raise before anything is written; elsewhere what cannot be written is dropped and reported (status.py).
     """
-    found = native(x, device_of(x.seqlens_k.device), backend)
-    if not isinstance(found, str):
-        ready = _prepared(x, found)
-        if ready is not None:
-            return _launched(x, *ready)
-    return _by_torch(x)
+    ready = prepared(x, backend)
+    return _by_torch(x) if ready is None else ready.of(x)
+
+
+class Ready:
+    """The append kernel prepared for a record, and for others of the same shapes and strides."""
+
+    def __init__(self, x: Append, launch: Prepared):
+        self._launch = launch
+        self._names = tuple(x.tensors())
+        self._views = x.v_new is None
+        self._distance = x.v_cache.data_ptr() - x.k_cache.data_ptr()
+        self._spans = tuple(_span(cache) for cache in (x.k_cache, x.v_cache))
+
+    def of(self, x: Append) -> tuple[Tensor | None, Tensor | None]:
+        outputs = self._launch(list(x.tensors().values()))
+        if x.k_new is not None:
+            written(x.k_cache, x.v_cache)
+        lengths = outputs[0] if x.lengths and x.k_new is not None else None
+        return lengths, None if x.turned() is None else outputs[-1]
+
+    def again(self, names: Sequence[str]) -> Prepared:
+        """What takes tensors by ``names`` and returns the outputs; none where a check must be made anew."""
+        order = [names.index(name) for name in self._names]
+        k, v = names.index("k_cache"), names.index("v_cache")
+
+        def answer(inputs: list[Tensor]) -> list[Tensor]:
+            k_cache, v_cache = inputs[k], inputs[v]
+            distance = v_cache.data_ptr() - k_cache.data_ptr()
+            # Whether the caches share elements is known where they lie as before, and where they lie apart.
+            if distance != self._distance and (self._views or -self._spans[1] < distance < self._spans[0]):
+                return []
+            if (k_cache.is_inference() or v_cache.is_inference()) and not torch.is_inference_mode_enabled():
+                return []
+            outputs = self._launch([inputs[n] for n in order])
+            written(k_cache, v_cache)
+            return outputs
+
+        return answer
+
+
+def _span(t: Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize if t.numel() else 0
 
 
 def native(x: Append, device: Device, backend: str | None) -> Backend | str:
@@ -53,24 +92,18 @@ def planned(x: Append, device: Device, backend: str | None) -> Config:
     return (("append", f"torch operations ({found})" if isinstance(found, str) else f"kernel of {found.name}"),)
 
 
-def _prepared(x: Append, backend: Backend) -> tuple[Prepared, list[Tensor]] | None:
-    assert backend.append is not None
-    try:
-        call, tensors = prepare(backend.append, x)
-        return launch.prepare(call), list(tensors.values())
-    except (CompileError, ImageRefused, UnsupportedError) as error:
-        device = device_of(x.seqlens_k.device)
-        _failed[backend.name, device] = f"no image of it can be made and loaded here: {error}"
-        log.warning("backend %s appends with torch operations on %s: %s", backend.name, device, error)
+def prepared(x: Append, backend: str | None = None) -> Ready | None:
+    """The kernel of ``backend``, or of the first that has one for the device, ready for ``x``; None where none is."""
+    device = device_of(x.seqlens_k.device)
+    found = native(x, device, backend)
+    if isinstance(found, str) or found.append is None:
         return None
-
-
-def _launched(x: Append, prepared: Prepared, tensors: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    outputs = prepared(tensors)
-    if x.k_new is not None:
-        written(x.k_cache, x.v_cache)
-    lengths = outputs[0] if x.lengths and x.k_new is not None else None
-    return lengths, None if x.turned() is None else outputs[-1]
+    try:
+        return Ready(x, launch.prepare(prepare(found.append, x)[0]))
+    except (CompileError, ImageRefused, UnsupportedError) as error:
+        _failed[found.name, device] = f"no image of it can be made and loaded here: {error}"
+        log.warning("backend %s appends with torch operations on %s: %s", found.name, device, error)
+        return None
 
 
 def written(*caches: Tensor) -> None:

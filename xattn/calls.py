@@ -14,7 +14,7 @@ from .device import Device
 from .device import of as device_of
 from .errors import UnsupportedError
 from .fusion import Epilogue
-from .inputs import Inputs, Mod
+from .inputs import TENSORS, Inputs, Mod
 from .rotary import Rotary
 
 _TENSORS = {
@@ -101,6 +101,15 @@ def repeated(
     q = tensors[0]
     if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
         return None
+    numbers = _usual(options)
+    found = None if numbers is None else repeats.answer(kind, tensors, (*numbers, *longest, *paged))
+    if found is None:
+        return None
+    return (found[0], found[1]) if options[4] else found[0]
+
+
+def _usual(options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The first of repeats.OPTIONS; None where one is not of its usual type."""
     causal, window, softmax_scale, softcap, return_lse, backend = options
     usual = (
         (type(causal) is bool and type(return_lse) is bool)
@@ -108,14 +117,37 @@ def repeated(
         and (softmax_scale is None or type(softmax_scale) in _NUMBERS)
         and type(softcap) in _NUMBERS
     )
-    if not usual:
-        return None
     left, right = window or (None, None)
-    numbers = (causal, left, right, softmax_scale, softcap, return_lse, backend)
-    found = repeats.answer(kind, tensors, (*numbers, *longest, *paged))
-    if found is None:
+    return (causal, left, right, softmax_scale, softcap, return_lse, backend) if usual else None
+
+
+def repeated_extended(
+    tensors: tuple[Tensor | None, ...],
+    new: tuple[Any, ...],
+    rotary: Any,
+    options: tuple[Any, ...],
+    longest: tuple[int, int],
+    paged: tuple[Any, ...],
+) -> Any:
+    """As ``repeated``, for a paged call with new tokens. ``new``: k_new, v_new, cu_seqlens_new."""
+    q, k_cache, v_cache, cu_seqlens_q, page_table, _, *rest = tensors
+    if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
         return None
-    return (found[0], found[1]) if return_lse else found[0]
+    numbers = _usual(options)
+    if numbers is None or (rotary is not None and type(rotary) is not Rotary):
+        return None
+    tables = (None, None, False) if rotary is None else (rotary.cos, rotary.sin, rotary.interleaved)
+    asked_for = (*numbers, *longest, *paged)
+    extended = repeats.answer("extend", (*tensors, *new, *tables[:2]), (*asked_for, tables[2]))
+    if extended is None:
+        return None
+    turned, lengths = q if rotary is None else extended[-1], extended[0]
+    found = repeats.answer("paged", (turned, k_cache, v_cache, cu_seqlens_q, page_table, lengths, *rest), asked_for)
+    if found is None:  # it was checked when it came first: what was planned of it is forgotten, or there is a copy
+        kwargs = dict(zip(repeats.OPTIONS, asked_for, strict=True))
+        kwargs |= dict(zip(("attn_mask", "alibi_slopes", "sinks"), rest, strict=True)) | {"cu_seqlens_q": cu_seqlens_q}
+        found = torch.ops.xattn.attention_paged(turned, k_cache, v_cache, page_table, lengths, **kwargs)
+    return (found[0], found[1]) if options[4] else found[0]
 
 
 def run(call: Call) -> Any:
@@ -145,6 +177,8 @@ def run(call: Call) -> Any:
                 inputs = replace(inputs, seqlens_k=call.lengths())
             probe.functions(inputs)
         appender = found.backend
+        if found.native and call.append is not None and not repeats.modes():
+            return _extended_natively(call, inputs, appender)
     positional = call.positional
     if call.append is not None or call.rotary is not None:
         positional = _extended(call, appender)
@@ -409,6 +443,39 @@ def _extended(call: Call, backend: str | None) -> tuple[Any, ...]:
         return (torch.ops.xattn.rotary(q, positions, r.cos, r.sin, r.interleaved), *caches, lengths)
     after, turned = torch.ops.xattn.extend_paged(**_extension(call), backend=backend)
     return (q if call.rotary is None else turned, *caches, lengths if call.append is None else after)
+
+
+_NEW = ("k_new", "v_new", "cu_seqlens_new", "cos", "sin")  # the tensors of "extend" behind those of "paged"
+
+
+def _extended_natively(call: Call, inputs: Inputs, backend: str | None) -> Any:
+    """The result of a paged call with new tokens, all checked, that native kernels answer; it is remembered."""
+    record = ops.append_record(**_extension(call))
+    ready = appends.prepared(record, backend)
+    if ready is None:
+        return _attended(call, _extended(call, backend))
+    after, turned = ready.of(record)
+    result = _attended(call, (call.positional[0] if turned is None else turned, *call.positional[1:4], after))
+    if call.out is None:
+        tables = (None, None) if call.rotary is None else (call.rotary.cos, call.rotary.sin)
+        new = (record.k_new, record.v_new, record.cu_seqlens_new, *tables)
+        given = {n: getattr(inputs, n) for n in TENSORS["paged"]} | dict(zip(_NEW, new, strict=True))
+        names = [_given_as(name) for name, t in given.items() if t is not None]
+        interleaved = call.rotary is not None and call.rotary.interleaved
+        repeats.remember(inputs, ready.again(names), "extend", new, (interleaved,))
+    return result
+
+
+def _given_as(name: str) -> str:
+    return {"k": "k_cache", "v": "v_cache"}.get(name, name)
+
+
+def _attended(call: Call, positional: tuple[Any, ...]) -> Any:
+    """The attention of a paged call behind its append."""
+    result, lse = torch.ops.xattn.attention_paged(*positional, **call.kwargs)
+    if call.out is not None:
+        result = call.out.copy_(result)
+    return (result, lse) if call.kwargs["return_lse"] else result
 
 
 def _extension(call: Call) -> dict[str, Any]:

@@ -27,9 +27,9 @@ def launcher(request):
 def native(x: Append, backend: str):
     body = dispatch.get(backend).append
     assert body is not None and body.check(x) == ()
-    prepared = appends._prepared(x, dispatch.get(backend))
-    assert prepared is not None
-    return appends._launched(x, *prepared)
+    ready = appends.prepared(x, backend)
+    assert ready is not None
+    return ready.of(x)
 
 
 def compared(x: Append, backend: str) -> tuple[str, str]:

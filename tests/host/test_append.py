@@ -12,7 +12,7 @@ from append_cases import BAD, CASES, TANGLED, WIDE, Case, bits, copied, made
 from torch import Tensor
 
 import xattn
-from xattn import appends, dispatch, launch, status
+from xattn import appends, dispatch, launch, repeats, status
 from xattn.append_call import Append
 from xattn.status import CODES
 
@@ -31,9 +31,9 @@ def compared(x: Append, target: Any) -> None:
 def native(x: Append, target: Any) -> tuple[Tensor | None, Tensor | None]:
     body = dispatch.get(target.backend).append
     assert body is not None and body.check(x) == ()
-    prepared = appends._prepared(x, dispatch.get(target.backend))
-    assert prepared is not None
-    return appends._launched(x, *prepared)
+    ready = appends.prepared(x, target.backend)
+    assert ready is not None
+    return ready.of(x)
 
 
 @pytest.fixture(autouse=True)
@@ -226,3 +226,84 @@ def test_the_ops_take_the_kernel_of_the_device(target, launched):
     cache.append(0, k, k)
     assert launched == ["xattn_append"] and k_cache._version > version
     assert torch.equal(k_cache[int(cache.page_table[1, 0]), :3], k[1])
+
+
+# ---------------------------------------------------------------- calls that come again
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Tensors pass for those of a GPU, whose calls are looked up."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+
+def paged(x: Append, target: Any, **more: Any) -> Tensor:
+    options: dict[str, Any] = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_new": x.cu_seqlens_new, "rotary": x.rotary}
+    options |= {"k_new": x.k_new, "v_new": x.v_new, "causal": True, "backend": target.backend, **more}
+    if x.cu_seqlens_q is not None:
+        options["max_seqlen_q"] = 9
+    return xattn.attention_paged(x.q, x.k_cache, x.v_cache, x.page_table, x.seqlens_k, **options)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(rotary="16i"), Case(packed=True, rotary="8"), Case(view=True)], ids=str)
+def test_it_is_not_planned_again(target, launched, on_a_gpu, monkeypatch, case):
+    wanted, x = made(case), made(case)
+    for given in (wanted, x):
+        given.k_cache.fill_(1), given.v_cache.fill_(1)
+    first = paged(wanted, target)
+    assert launched == ["xattn_append", "xattn_decode"]
+
+    def planned(*_):
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr(launch, "prepare", planned)
+    monkeypatch.setattr(dispatch, "plan", planned)
+    version = x.k_cache._version
+    assert torch.equal(paged(x, target), first) and x.k_cache._version > version
+    assert launched == ["xattn_append", "xattn_decode"] * 2
+    assert torch.equal(bits(x.k_cache), bits(wanted.k_cache)) and torch.equal(bits(x.v_cache), bits(wanted.v_cache))
+
+
+OTHERS = {
+    "no rotation": lambda x: replace(x, rotary=None),
+    "interleaved": lambda x: replace(x, rotary=xattn.Rotary(x.rotary.cos, x.rotary.sin, True)),
+    "other tables": lambda x: replace(x, rotary=xattn.Rotary(x.rotary.cos.bfloat16(), x.rotary.sin.bfloat16())),
+    "fewer tokens": lambda x: replace(x, k_new=x.k_new[:, :2], v_new=x.v_new[:, :2]),
+    "other strides": lambda x: replace(x, k_new=x.k_new.transpose(1, 2).contiguous().transpose(1, 2)),
+    "another index": lambda x: replace(x, seqlens_k=x.seqlens_k.long()),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_question_is_planned(target, launched, on_a_gpu, name):
+    paged(made(Case(rotary="16")), target)
+    x, y = (OTHERS[name](made(Case(rotary="16"))) for _ in range(2))
+    launched.clear()
+    out = paged(x, target)
+    appends._by_torch(y)
+    assert launched == ["xattn_append", "xattn_decode"] and out.shape == x.q.shape
+    assert torch.equal(bits(x.k_cache), bits(y.k_cache)) and torch.equal(bits(x.v_cache), bits(y.v_cache))
+
+
+def test_what_shapes_do_not_tell_is_checked_again(target, launched, on_a_gpu):
+    x = made(Case())
+    paged(x, target)
+    with pytest.raises(ValueError, match="v_new: got a tensor"):
+        paged(replace(x, v_cache=x.k_cache), target)
+    with torch.inference_mode():
+        inside = x.v_cache.clone()
+    with pytest.raises(ValueError, match="v_cache: got an inference tensor"):
+        paged(replace(x, v_cache=inside), target)
+    view = made(Case(view=True))
+    paged(view, target)
+    with pytest.raises(ValueError, match="v_new: got None"):
+        paged(replace(view, v_cache=view.k_cache.clone()), target)
+    assert launched == ["xattn_append", "xattn_decode"] * 2
+
+
+def test_the_attention_alone_is_planned_again_where_it_was_forgotten(target, launched, on_a_gpu):
+    x = made(Case())
+    x.k_cache.fill_(1), x.v_cache.fill_(1)
+    first = paged(x, target)
+    for question in [q for q in repeats._known if q[0] == "paged"]:
+        del repeats._known[question]
+    repeats._latest.pop("paged", None)
+    assert torch.equal(paged(x, target), first) and launched == ["xattn_append", "xattn_decode"] * 2
