@@ -298,16 +298,18 @@ def attention_paged(
         written and ``check_errors`` raises.
     """
     plain = score_mod is None and mask_mod is None and epilogue is None and out is None
-    plain = plain and k_new is None and v_new is None and cu_seqlens_new is None and rotary is None
     if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
         longest = q.shape[0 if q.dim() == 3 else 1] if max_seqlen_q is None and type(q) is Tensor and q.dim() > 1 else 0
-        found = calls.repeated(
-            "paged",
-            (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, attn_mask, alibi_slopes, sinks),
-            (causal, window, softmax_scale, softcap, return_lse, backend),
-            (max_seqlen_q or longest, NO_BOUND if max_seqlen_k is None else max_seqlen_k),
-            (kv_layout, num_splits, segments.invariant()),
-        )
+        tensors = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, attn_mask, alibi_slopes, sinks)
+        options = (causal, window, softmax_scale, softcap, return_lse, backend)
+        bounds = (max_seqlen_q or longest, NO_BOUND if max_seqlen_k is None else max_seqlen_k)
+        paged = (kv_layout, num_splits, segments.invariant())
+        found = None
+        if k_new is not None:
+            new = (k_new, v_new, cu_seqlens_new)
+            found = calls.repeated_extended(tensors, new, rotary, options, bounds, paged)
+        elif v_new is None and cu_seqlens_new is None and rotary is None:
+            found = calls.repeated("paged", tensors, options, bounds, paged)
         if found is not None:
             return found
     given = {
@@ -415,9 +417,7 @@ def explain(*args: Any, kind: str = "attention", device: Any = None, **kwargs: A
         validate.fail("kind", repr(kind), ", ".join(functions))
     bound = inspect.signature(functions[kind]).bind(*args, **kwargs)
     bound.apply_defaults()
-    inputs = calls.describe(kind, dict(bound.arguments))
-    target = device_of(inputs.q.device) if device is None else _device(device)
-    return dispatch.plan(inputs.problem(calls.asked(inputs)), inputs.size_bucket(), target, backend=inputs.backend)
+    return calls.explain(kind, dict(bound.arguments), None if device is None else _device(device))
 
 
 def supported(*args: Any, kind: str = "attention", device: Any = None, **kwargs: Any) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, ops, paging, probe, reference, repeats, rng, segments, validate
+from . import appends, autograd, dispatch, fusion, ops, probe, reference, repeats, rng, segments, validate
+from .device import Device
 from .device import of as device_of
 from .errors import UnsupportedError
 from .fusion import Epilogue
-from .inputs import Inputs, Mod
+from .inputs import TENSORS, Inputs, Mod
 from .rotary import Rotary
 
 _TENSORS = {
@@ -30,7 +31,8 @@ _NOT_OF_THE_OP = ("window", "out", "k_new", "v_new", "cu_seqlens_new", "rotary",
 
 @dataclass(frozen=True)
 class Call:
-    """One call in the terms of the ops. ``append``: the arguments of append_paged, None where no token is written."""
+    """One call in the terms of the ops; in paged calls seqlens_k is as it was given. ``append``: the arguments of
+    append_paged, None where no token is written."""
 
     kind: str
     positional: tuple[Any, ...]
@@ -38,6 +40,11 @@ class Call:
     out: Tensor | None
     append: dict[str, Any] | None
     rotary: Rotary | None
+
+    def lengths(self) -> Tensor:
+        """Of the sequences of a paged call, the new tokens included."""
+        new = self.append or {"k_new": None, "cu_seqlens_new": None}
+        return appends.lengths_after(self.positional[4], new["k_new"], new["cu_seqlens_new"])
 
 
 def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
@@ -71,11 +78,9 @@ def normalise(kind: str, given: dict[str, Any], trace: bool = True) -> Call:
     append = _append(given, kwargs)
     if append is not None:
         _validate_append(append)
-        new, offsets = append["k_new"], append["cu_seqlens_new"]
-        lengths = given["seqlens_k"] + (new.shape[1] if offsets is None else offsets[1:] - offsets[:-1])
-        positional = (*positional[:4], lengths)
-    _functions(kind, kwargs, given, positional[4], trace)
-    return Call(kind, positional, kwargs, given["out"], append, given["rotary"])
+    call = Call(kind, positional, kwargs, given["out"], append, given["rotary"])
+    _functions(kind, kwargs, given, call.lengths, trace)
+    return call
 
 
 _NUMBERS = (float, int)
@@ -96,6 +101,15 @@ def repeated(
     q = tensors[0]
     if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
         return None
+    numbers = _usual(options)
+    found = None if numbers is None else repeats.answer(kind, tensors, (*numbers, *longest, *paged))
+    if found is None:
+        return None
+    return (found[0], found[1]) if options[4] else found[0]
+
+
+def _usual(options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The first of repeats.OPTIONS; None where one is not of its usual type."""
     causal, window, softmax_scale, softcap, return_lse, backend = options
     usual = (
         (type(causal) is bool and type(return_lse) is bool)
@@ -103,19 +117,43 @@ def repeated(
         and (softmax_scale is None or type(softmax_scale) in _NUMBERS)
         and type(softcap) in _NUMBERS
     )
-    if not usual:
-        return None
     left, right = window or (None, None)
-    numbers = (causal, left, right, softmax_scale, softcap, return_lse, backend)
-    found = repeats.answer(kind, tensors, (*numbers, *longest, *paged))
-    if found is None:
+    return (causal, left, right, softmax_scale, softcap, return_lse, backend) if usual else None
+
+
+def repeated_extended(
+    tensors: tuple[Tensor | None, ...],
+    new: tuple[Any, ...],
+    rotary: Any,
+    options: tuple[Any, ...],
+    longest: tuple[int, int],
+    paged: tuple[Any, ...],
+) -> Any:
+    """As ``repeated``, for a paged call with new tokens. ``new``: k_new, v_new, cu_seqlens_new."""
+    q, k_cache, v_cache, cu_seqlens_q, page_table, _, *rest = tensors
+    if torch.compiler.is_compiling() or type(q) is not Tensor or not q.is_cuda:
         return None
-    return (found[0], found[1]) if return_lse else found[0]
+    numbers = _usual(options)
+    if numbers is None or (rotary is not None and type(rotary) is not Rotary):
+        return None
+    tables = (None, None, False) if rotary is None else (rotary.cos, rotary.sin, rotary.interleaved)
+    asked_for = (*numbers, *longest, *paged)
+    extended = repeats.answer("extend", (*tensors, *new, *tables[:2]), (*asked_for, tables[2]))
+    if extended is None:
+        return None
+    turned, lengths = q if rotary is None else extended[-1], extended[0]
+    found = repeats.answer("paged", (turned, k_cache, v_cache, cu_seqlens_q, page_table, lengths, *rest), asked_for)
+    if found is None:  # it was checked when it came first: what was planned of it is forgotten, or there is a copy
+        kwargs = dict(zip(repeats.OPTIONS, asked_for, strict=True))
+        kwargs |= dict(zip(("attn_mask", "alibi_slopes", "sinks"), rest, strict=True)) | {"cu_seqlens_q": cu_seqlens_q}
+        found = torch.ops.xattn.attention_paged(turned, k_cache, v_cache, page_table, lengths, **kwargs)
+    return (found[0], found[1]) if options[4] else found[0]
 
 
 def run(call: Call) -> Any:
     """Makes the call: everything the host can see is checked before anything is written."""
     compiling = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    appender = call.kwargs["backend"]
     if not compiling:
         _refuse_transforms(call)
     if compiling and call.out is not None:
@@ -124,9 +162,8 @@ def run(call: Call) -> Any:
         _check_out(call, torch.is_grad_enabled() and any(t.requires_grad for t in given))
     if compiling and call.append is not None:
         # The same checks as below, by an op that what is written depends on: lengths flow through it.
-        before = (*call.positional[:4], call.append["seqlens_k"])
         call.append["seqlens_k"] = torch.ops.xattn.check_paged(
-            *before, **call.kwargs, out=call.out, lengths=call.positional[4]
+            *call.positional, **call.kwargs, out=call.out, lengths=call.lengths()
         )
     elif not compiling and (call.out is not None or call.append is not None or call.rotary is not None):
         inputs = ops.record(call.kind, call.positional, call.kwargs)
@@ -134,19 +171,17 @@ def run(call: Call) -> Any:
         at, backend = device_of(inputs.q.device), inputs.backend
         found = dispatch.plan(inputs.problem(asked(inputs)), inputs.size_bucket(), at, backend=backend)
         dispatch.must_answer(found, backend)
-        if call.append is not None:
-            _validate_appended(inputs, call.append)
-        probe.functions(inputs)
+        if dispatch.get(found.backend).prepare is None:  # else kernels report what they find, and no function is given
+            if call.append is not None:
+                _validate_appended(inputs, call.append, call.lengths())
+                inputs = replace(inputs, seqlens_k=call.lengths())
+            probe.functions(inputs)
+        appender = found.backend
+        if found.native and call.append is not None and not repeats.modes():
+            return _extended_natively(call, inputs, appender)
     positional = call.positional
-    if call.rotary is not None:  # before anything is written: the tables may be too short for q
-        q, _, _, _, lengths = positional
-        positions = _query_positions(q, lengths, call.kwargs["cu_seqlens_q"])
-        if call.kwargs["causal"]:  # a query at a negative position sees no key: the tables need not have its row
-            positions = positions.clamp(min=0)
-        turned = torch.ops.xattn.rotary(q, positions, call.rotary.cos, call.rotary.sin, call.rotary.interleaved)
-        positional = (turned, *positional[1:])
-    if call.append is not None:
-        torch.ops.xattn.append_paged(**call.append)
+    if call.append is not None or call.rotary is not None:
+        positional = _extended(call, appender)
     if autograd.transforms_active():
         inputs = ops.record(call.kind, positional, call.kwargs)
         if call.kind == "paged":
@@ -182,6 +217,21 @@ def _refuse_transforms(call: Call) -> None:
 
 def describe(kind: str, given: dict[str, Any]) -> Inputs:
     """The record of a call that is not made, checked as if it were; user functions are traced, and only noted."""
+    return _described(kind, given)[1]
+
+
+def explain(kind: str, given: dict[str, Any], device: Device | None) -> dispatch.Plan:
+    """The plan of a call that is not made, on ``device``, or on that of its tensors."""
+    call, inputs = _described(kind, given)
+    at = device_of(inputs.q.device) if device is None else device
+    found = dispatch.plan(inputs.problem(asked(inputs)), inputs.size_bucket(), at, backend=inputs.backend)
+    if found.backend is None or (call.append is None and call.rotary is None):
+        return found
+    extended = appends.planned(ops.append_record(**_extension(call)), at, found.backend)
+    return replace(found, config=(*found.config, *extended))
+
+
+def _described(kind: str, given: dict[str, Any]) -> tuple[Call, Inputs]:
     call = normalise(kind, given, trace=False)
     epilogue = given["epilogue"]
     device = given["q"].device
@@ -198,7 +248,7 @@ def describe(kind: str, given: dict[str, Any]) -> Inputs:
         epilogue_aux=_stand_ins([*epilogue.aux, *_held(epilogue.fn)], device) if epilogue else (),
     )
     check(call, inputs)
-    return inputs
+    return call, inputs
 
 
 def check(call: Call, inputs: Inputs) -> None:
@@ -254,7 +304,9 @@ def _numbers(kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     kwargs["window_left"], kwargs["window_right"] = validate.window(given["window"])
 
 
-def _functions(kind: str, kwargs: dict[str, Any], given: dict[str, Any], lengths: Tensor | None, trace: bool) -> None:
+def _functions(
+    kind: str, kwargs: dict[str, Any], given: dict[str, Any], lengths: Callable[[], Tensor] | None, trace: bool
+) -> None:
     """``lengths``: of paged calls, the new tokens included."""
     epilogue = given["epilogue"]
     if epilogue is not None and not isinstance(epilogue, Epilogue):
@@ -290,7 +342,9 @@ def _refuse_to_export(role: str) -> None:
 _refuse_to_export._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced: the error is seen
 
 
-def _epilogue_aux(kind: str, epilogue: Epilogue, given: dict[str, Any], lengths: Tensor | None) -> tuple[Tensor, ...]:
+def _epilogue_aux(
+    kind: str, epilogue: Epilogue, given: dict[str, Any], lengths: Callable[[], Tensor] | None
+) -> tuple[Tensor, ...]:
     """The aux tensors of an epilogue; those of the output's shape by rows, and where each sequence starts in them."""
     if not epilogue.rows:
         return epilogue.aux
@@ -309,7 +363,7 @@ def _epilogue_aux(kind: str, epilogue: Epilogue, given: dict[str, Any], lengths:
     else:
         starts, seqlens_q = torch.arange(q.shape[0], device=q.device) * q.shape[1], q.shape[1]
     if lengths is not None:  # q_idx counts from the start of the sequence, not from that of its queries
-        starts = starts - (lengths.long() - seqlens_q)
+        starts = starts - (lengths().long() - seqlens_q)
     rows = aux[epilogue.rows[0]].shape[0]
     return (*aux, torch.cat([starts, torch.full((1,), rows - 1, dtype=torch.int64, device=q.device)]))
 
@@ -330,10 +384,7 @@ def _append(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | N
     names = ("k_cache", "v_cache", "page_table", "seqlens_k", "k_new", "v_new", "cu_seqlens_new", "kv_layout")
     append = {name: given[name] for name in names}
     append["k_scale"], append["v_scale"] = kwargs["k_scale"], kwargs["v_scale"]
-    if rotary is not None:
-        append["rotary_cos"], append["rotary_sin"] = rotary.cos, rotary.sin
-        append["rotary_interleaved"] = rotary.interleaved
-    return append
+    return append if rotary is None else append | _tables(rotary)
 
 
 def _validate_append(append: dict[str, Any]) -> None:
@@ -350,11 +401,11 @@ def _validate_append(append: dict[str, Any]) -> None:
         Rotary(append["rotary_cos"], append["rotary_sin"], append["rotary_interleaved"]).check(append["k_new"])
 
 
-def _validate_appended(inputs: Inputs, append: dict[str, Any]) -> None:
-    """Values, before a token is written."""
+def _validate_appended(inputs: Inputs, append: dict[str, Any], lengths: Tensor) -> None:
+    """Values, before a token is written. ``lengths``: with the new tokens."""
     if append["cu_seqlens_new"] is not None:
         validate.offsets("cu_seqlens_new", append["cu_seqlens_new"], append["k_new"].shape[0])
-    validate.values(replace(inputs, seqlens_k=append["seqlens_k"]), inputs.seqlens_k)
+    validate.values(inputs, lengths)
 
 
 def _traceable(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -382,13 +433,62 @@ def _check_out(call: Call, grads: bool) -> None:
     validate.writable("out", out)
 
 
-def _query_positions(q: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """The position of each query in its sequence."""
-    if cu_seqlens_q is None:
-        return lengths.long()[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)
-    first = lengths - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])
-    _, position, exists = paging.token_positions(first, q, cu_seqlens_q)
-    return torch.where(exists, position, 0)
+def _extended(call: Call, backend: str | None) -> tuple[Any, ...]:
+    """The positional arguments of attention_paged, once its new tokens are written and q is rotated."""
+    q, *caches, lengths = call.positional
+    if autograd.transforms_active():  # only rotation may stand under them, by an op that writes nothing
+        assert call.rotary is not None
+        r = call.rotary
+        positions = appends.query_positions(q, lengths, call.kwargs["cu_seqlens_q"], call.kwargs["causal"])
+        return (torch.ops.xattn.rotary(q, positions, r.cos, r.sin, r.interleaved), *caches, lengths)
+    after, turned = torch.ops.xattn.extend_paged(**_extension(call), backend=backend)
+    return (q if call.rotary is None else turned, *caches, lengths if call.append is None else after)
+
+
+_NEW = ("k_new", "v_new", "cu_seqlens_new", "cos", "sin")  # the tensors of "extend" behind those of "paged"
+
+
+def _extended_natively(call: Call, inputs: Inputs, backend: str | None) -> Any:
+    """The result of a paged call with new tokens, all checked, that native kernels answer; it is remembered."""
+    record = ops.append_record(**_extension(call))
+    ready = appends.prepared(record, backend)
+    if ready is None:
+        return _attended(call, _extended(call, backend))
+    after, turned = ready.of(record)
+    result = _attended(call, (call.positional[0] if turned is None else turned, *call.positional[1:4], after))
+    if call.out is None:
+        tables = (None, None) if call.rotary is None else (call.rotary.cos, call.rotary.sin)
+        new = (record.k_new, record.v_new, record.cu_seqlens_new, *tables)
+        given = {n: getattr(inputs, n) for n in TENSORS["paged"]} | dict(zip(_NEW, new, strict=True))
+        names = [_given_as(name) for name, t in given.items() if t is not None]
+        interleaved = call.rotary is not None and call.rotary.interleaved
+        repeats.remember(inputs, ready.again(names), "extend", new, (interleaved,))
+    return result
+
+
+def _given_as(name: str) -> str:
+    return {"k": "k_cache", "v": "v_cache"}.get(name, name)
+
+
+def _attended(call: Call, positional: tuple[Any, ...]) -> Any:
+    """The attention of a paged call behind its append."""
+    result, lse = torch.ops.xattn.attention_paged(*positional, **call.kwargs)
+    if call.out is not None:
+        result = call.out.copy_(result)
+    return (result, lse) if call.kwargs["return_lse"] else result
+
+
+def _extension(call: Call) -> dict[str, Any]:
+    """The arguments of extend_paged, but for the backend."""
+    names = ("q", "k_cache", "v_cache", "page_table", "seqlens_k")
+    given = dict(zip(names, call.positional, strict=True))
+    given |= {name: call.kwargs[name] for name in ("cu_seqlens_q", "causal", "kv_layout")}
+    given |= {} if call.rotary is None else _tables(call.rotary)
+    return given | (call.append or {})
+
+
+def _tables(rotary: Rotary) -> dict[str, Any]:
+    return {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin, "rotary_interleaved": rotary.interleaved}
 
 
 def _noted(role: str, fn: Any) -> Mod | None:

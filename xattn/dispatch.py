@@ -182,6 +182,15 @@ def get(name: str | None) -> Backend:
     return next(b for b in REGISTRY if b.name == name)
 
 
+def appender(device: Device, backend: str | None = None) -> Backend | None:
+    """The backend whose kernel writes new tokens on ``device``: that one, or the first that has one; None where none
+    has."""
+    for b in REGISTRY:
+        if b.append is not None and backend in (None, b.name) and any(c.is_for(device) for c in b.capabilities()):
+            return None if device.index is not None and b.missing(device) else b
+    return None
+
+
 def _tell(found: Plan) -> None:
     key = (found.problem, found.device)
     with _lock:

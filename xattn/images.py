@@ -100,8 +100,9 @@ class Image:
         config = dict(pair.split("=", 1) for pair in rest.partition("]")[0].split(", ") if "=" in pair)
         head_dim, head_dim_v = config.get("head_dim", ""), config.get("head_dim_v", "")
         parts = [config.get("element", "")]
-        parts.append(f"head_dim {head_dim}" + (f", v {head_dim_v}" if head_dim_v not in ("", head_dim) else ""))
-        parts.append(f"tile {config.get('tile_m', '')}x{config.get('tile_n', '')}")
+        if head_dim:
+            parts.append(f"head_dim {head_dim}" + (f", v {head_dim_v}" if head_dim_v not in ("", head_dim) else ""))
+            parts.append(f"tile {config.get('tile_m', '')}x{config.get('tile_n', '')}")
         parts += [name for name, value in config.items() if value == "True"]
         parts += [f"attn_mask {mask}" for mask in [config.get("attn_mask", "none")] if mask != "none"]
         return f"{entry}: {', '.join(filter(None, parts))}" if config else self.name

@@ -1,5 +1,5 @@
-"""The parameter block of the forward kernels as the host packs it: the fields of csrc_cuda/kernels/params.h, in their
-order."""
+"""The parameter blocks of kernels as the host packs them: the fields of params.h and append.h in csrc_cuda/kernels, in
+their order."""
 
 from __future__ import annotations
 
@@ -104,3 +104,54 @@ class ForwardParams(ctypes.Structure):
         self.last_heads = Divisor.of(heads % section or section)
         self.heads = Divisor.of(max(1, self.heads_q))
         self.gqa_ratio = Divisor.of(max(1, self.heads_q // max(1, self.heads_kv)))
+
+
+class AppendParams(ctypes.Structure):
+    """See csrc_cuda/kernels/append.h for the meaning of each field."""
+
+    _fields_ = (
+        ("k_cache", Operand),
+        ("v_cache", Operand),
+        ("k_new", Operand),
+        ("v_new", Operand),
+        ("q", Operand),
+        ("q_out", Operand),
+        ("page_table", _PTR),
+        ("page_table_stride", _S64),
+        ("seqlens_k", _PTR),
+        ("cu_seqlens_new", _PTR),
+        ("cu_seqlens_q", _PTR),
+        ("lengths", _PTR),
+        ("status", _PTR),
+        ("cos", _PTR),
+        ("sin", _PTR),
+        ("cos_stride", _S64),
+        ("sin_stride", _S64),
+        ("k_scale", _PTR),
+        ("v_scale", _PTR),
+        ("k_scale_batch_stride", _S64),
+        ("k_scale_head_stride", _S64),
+        ("v_scale_batch_stride", _S64),
+        ("v_scale_head_stride", _S64),
+        ("index64", _S32),
+        ("batch", _S32),
+        ("heads_q", _S32),
+        ("heads_kv", _S32),
+        ("head_dim", _S32),
+        ("head_dim_v", _S32),
+        ("num_pages", _S32),
+        ("page_size", Divisor),
+        ("room", _S32),
+        ("appends", _S32),
+        ("new_tokens", _S32),
+        ("q_tokens", _S32),
+        ("new_each", Divisor),
+        ("q_each", Divisor),
+        ("new_parts", Divisor),
+        ("q_parts", Divisor),
+        ("positions", _S32),
+        ("width", _S32),
+        ("interleaved", _S32),
+        ("narrow_tables", _S32),
+        ("causal", _S32),
+    )

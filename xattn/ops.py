@@ -7,6 +7,9 @@ backend.
     attention_backward, attention_varlen_backward      -> gradients of the wanted tensors
     rotary                                             -> x rotated as tokens at their positions
     append_paged                                       writes new keys and values into a paged cache
+    extend_paged                                       the same, and q rotated as the newest tokens: what precedes
+                                                       attention_paged -> (lengths with the new tokens, rotated q),
+                                                       each empty where it is not asked for
     check_paged                                        seqlens_k, once all is checked that a paged call can be refused
                                                        for
 
@@ -24,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, dispatch, fusion, launch, paging, probe, repeats, settings, status, validate
+from . import appends, autograd, dispatch, fusion, launch, probe, repeats, settings, status, validate
+from .append_call import Append
 from .backends import Backend, Config, Unavailable
 from .device import of as device_of
 from .errors import UnsupportedError
@@ -70,10 +74,15 @@ for _name, _head in _HEADS.items():
         _LIBRARY.define(f"{_name}_backward({_BACKWARD}{_head}{_TAIL}) -> Tensor[]")
 _LIBRARY.define(f"check_paged({_HEADS['attention_paged']}{_TAIL}, Tensor? out=None, Tensor? lengths=None) -> Tensor")
 _LIBRARY.define("rotary(Tensor x, Tensor positions, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor")
+_CACHE = "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor seqlens_k, "
+_NEW = (
+    "Tensor? cu_seqlens_new=None, str kv_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, "
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False"
+)
+_LIBRARY.define(f"append_paged({_CACHE}Tensor k_new, Tensor? v_new, *, {_NEW}) -> ()")
 _LIBRARY.define(
-    "append_paged(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor seqlens_k, Tensor k_new, "
-    "Tensor? v_new, *, Tensor? cu_seqlens_new=None, str kv_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, "
-    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False) -> ()"
+    f"extend_paged(Tensor q, {_CACHE}Tensor? k_new=None, Tensor? v_new=None, *, Tensor? cu_seqlens_q=None, {_NEW}, "
+    "bool causal=False, str? backend=None) -> (Tensor, Tensor)"
 )
 
 
@@ -283,8 +292,8 @@ def _check(*args, out=None, lengths=None, **kwargs):
     inputs = record("paged", args, kwargs)
     settings.validate_on_device()
     validate.call(inputs)
-    _plan(inputs, ())
-    validate.values(inputs, lengths)
+    if dispatch.get(_plan(inputs, ()).backend).prepare is None:
+        validate.values(inputs, lengths)
     for name, t in (("k_cache", inputs.k), ("v_cache", inputs.v), ("out", out)):
         if t is not None:
             validate.writable(name, t)
@@ -346,64 +355,73 @@ def _no_gradient(name: str):
     return kernel
 
 
-def _append(
-    k_cache,
-    v_cache,
-    page_table,
-    seqlens_k,
-    k_new,
-    v_new,
+def _append(*tensors, **options):
+    _extended(append_record(None, *tensors, lengths=False, **options), None)
+
+
+def _append_fake(*tensors, **options):
+    _check_extended(append_record(None, *tensors, lengths=False, **options))
+
+
+def _extend(q, *tensors, backend=None, **options):
+    return _extended(append_record(q, *tensors, **options), backend)
+
+
+def _extend_fake(q, *tensors, backend=None, **options):
+    x = append_record(q, *tensors, **options)
+    _check_extended(x)
+    return x.seqlens_k.new_empty(0 if x.k_new is None else x.seqlens_k.shape), q.new_empty(
+        0 if x.rotary is None else q.shape
+    )
+
+
+def append_record(
+    q: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seqlens_k: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
     *,
-    cu_seqlens_new=None,
-    kv_layout="NHD",
-    k_scale=None,
-    v_scale=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    rotary_interleaved=False,
-):
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    **more: Any,
+) -> Append:
+    """The record of the arguments of extend_paged, or of append_paged, where q is None."""
+    rotary = None
+    if rotary_cos is not None and rotary_sin is not None:
+        rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+    new = {"k_new": k_new, "v_new": v_new, "q": q, "rotary": rotary, **more}
+    return Append(page_table, seqlens_k, k_cache, v_cache, **new)
+
+
+def _check_extended(x: Append) -> None:
+    """What the host can see of an append."""
+    if x.k_new is not None:
+        new = (x.k_new, x.v_new, x.cu_seqlens_new, x.kv_layout, x.k_scale, x.v_scale)
+        validate.append(x.k_cache, x.v_cache, x.page_table, x.seqlens_k, *new)
+        for name, scale in (("k_scale", x.k_scale), ("v_scale", x.v_scale)):
+            validate.divisor(name, scale)
+        for name, cache in (("k_cache", x.k_cache), ("v_cache", x.v_cache)):
+            validate.writable(name, cache)
+        if x.rotary is not None:
+            x.rotary.check(x.k_new)
+    if x.q is not None:
+        validate.queries(x.q, x.cu_seqlens_q, x.seqlens_k)
+        if x.rotary is not None:
+            x.rotary.check(x.q)
+
+
+def _extended(x: Append, backend: str | None) -> tuple[Tensor, Tensor]:
     check_after = settings.validate_on_device()
-    validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        validate.divisor(name, scale)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        validate.writable(name, cache)
-    rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, rotary_interleaved)
-    if cu_seqlens_new is not None:
-        validate.offsets("cu_seqlens_new", cu_seqlens_new, k_new.shape[0])
+    _check_extended(x)
     with torch.no_grad():
-        paging.append(
-            k_cache,
-            v_cache,
-            page_table,
-            seqlens_k,
-            k_new,
-            v_new,
-            cu_seqlens_new=cu_seqlens_new,
-            kv_layout=kv_layout,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            rotary=rotary,
-        )
+        lengths, q = appends.run(x, backend)
     if check_after:
-        status.check_errors(k_cache.device)
-
-
-def _append_fake(
-    k_cache,
-    v_cache,
-    page_table,
-    seqlens_k,
-    k_new,
-    v_new,
-    *,
-    cu_seqlens_new=None,
-    kv_layout="NHD",
-    k_scale=None,
-    v_scale=None,
-    **_,
-):
-    validate.append(k_cache, v_cache, page_table, seqlens_k, k_new, v_new, cu_seqlens_new, kv_layout, k_scale, v_scale)
+        status.check_errors(x.k_cache.device)
+    return x.seqlens_k.new_empty(0) if lengths is None else lengths, x.k_cache.new_empty(0) if q is None else q
 
 
 def _rotary_fake(x, positions, cos, sin, interleaved=False):
@@ -430,14 +448,17 @@ torch.library.register_fake("xattn::check_paged", _check_fake, lib=_LIBRARY)
 for _device in ("cpu", "cuda"):
     _LIBRARY.impl("check_paged", _autocast_kernel("paged", _device, "check_paged"), f"Autocast{_device.upper()}")
 _LIBRARY.impl("append_paged", _append, "CompositeExplicitAutograd")
-for _name in ("append_paged", "rotary"):
+_LIBRARY.impl("extend_paged", _extend, "CompositeExplicitAutograd")
+for _name in ("append_paged", "extend_paged", "rotary"):
     _LIBRARY.impl(_name, _no_gradient(_name), "Autograd", with_keyset=True)
 torch.library.register_fake("xattn::append_paged", _append_fake, lib=_LIBRARY)
+torch.library.register_fake("xattn::extend_paged", _extend_fake, lib=_LIBRARY)
 for _name, _words in {
     "attention": "xattn.attention",
     "attention_varlen": "xattn.attention_varlen",
     "attention_paged": "xattn.attention_paged, without new tokens and rotary",
     "append_paged": "what xattn.attention_paged does with k_new and v_new",
+    "extend_paged": "what xattn.attention_paged does with k_new, v_new and rotary",
     "check_paged": "all that xattn.attention_paged can be refused for; returns seqlens_k",
     "rotary": "xattn.Rotary, applied to x at positions",
 }.items():

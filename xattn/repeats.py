@@ -1,5 +1,8 @@
 """Calls that come again: what was planned once is launched at once when the same is asked of other tensors.
 
+Questions are of the kinds of calls, and "extend": a paged call with new tokens, whose answer is what precedes its
+attention (appends.py).
+
 A question is the shapes, strides, dtypes and device of the tensors and every other argument. Only what a native kernel
 answers in one launch, without a copy and without a gradient, is kept; all else is planned each time (ops.py).
 """
@@ -33,8 +36,10 @@ _OTHERS = ("dropout_p", "q_scale", "k_scale", "v_scale", "score_mod", "mask_mod"
 
 _MOST = 4096
 _known: dict[tuple, Prepared] = {}
-_latest: tuple[tuple, Prepared | None] = ((), None)  # one assignment: threads see both or neither
-_modes = torch._C._len_torch_dispatch_stack
+# The last question of each kind, and its answer; one assignment: threads see both or neither.
+_latest: dict[str, tuple[tuple, Prepared | None]] = {}
+_NONE: tuple[tuple, Prepared | None] = ((), None)
+modes = torch._C._len_torch_dispatch_stack
 
 
 def answer(kind: str, tensors: tuple[Any, ...], options: tuple) -> list[Tensor] | None:
@@ -51,23 +56,18 @@ def answer(kind: str, tensors: tuple[Any, ...], options: tuple) -> list[Tensor] 
             inputs.append(t)
     try:
         question = _question(kind, tensors, options)
-        latest, prepared = _latest
+        latest, prepared = _latest.get(kind, _NONE)
         if question != latest:  # layer after layer asks the same: comparing is cheaper than hashing
             prepared = _known.get(question)
             if prepared is not None:
-                _remember(question, prepared)
+                _latest[kind] = (question, prepared)
     except (RuntimeError, TypeError):  # a tensor without strides, an argument that cannot be hashed
         return None
-    if prepared is None or _modes() or autograd.transforms_active() or settings.validate_on_device():
+    if prepared is None or modes() or autograd.transforms_active() or settings.validate_on_device():
         return None
     if torch.is_autocast_enabled("cuda") and inputs[0].dtype != torch.get_autocast_dtype("cuda"):
         return None
     return prepared(inputs) or None
-
-
-def _remember(question: tuple, prepared: Prepared) -> None:
-    global _latest
-    _latest = (question, prepared)
 
 
 def _question(kind: str, tensors: tuple[Tensor | None, ...], options: tuple) -> tuple:
@@ -90,15 +90,24 @@ def launch_first(x: Inputs, call: Call, tensors: dict[str, Tensor], prepared: Pr
     same = len(own) == len(tensors) and all(
         n == m and t is u for (n, t), (m, u) in zip(own, tensors.items(), strict=True)
     )
-    if same and not any(getattr(x, name) for name in _OTHERS):
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[_question(x.kind, tuple(question.values()), tuple(getattr(x, name) for name in OPTIONS))] = prepared
+    if same:
+        remember(x, prepared)
     return outputs
+
+
+def remember(
+    x: Inputs, prepared: Prepared, kind: str = "", new: tuple[Tensor | None, ...] = (), options: tuple = ()
+) -> None:
+    """From now on ``prepared`` answers the question of ``x``; of another ``kind`` with more tensors and options."""
+    if any(getattr(x, name) for name in _OTHERS):
+        return
+    if len(_known) >= _MOST:
+        _known.clear()
+    tensors = (*(getattr(x, name) for name in TENSORS[x.kind]), *new)
+    _known[_question(kind or x.kind, tensors, (*(getattr(x, name) for name in OPTIONS), *options))] = prepared
 
 
 def forget() -> None:
     """Plans every call anew from now on."""
-    global _latest
     _known.clear()
-    _latest = ((), None)
+    _latest.clear()

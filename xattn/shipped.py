@@ -21,7 +21,7 @@ class Row:
     """Ships the images of ``backends`` (empty: of all) whose configuration agrees.
 
     ``values`` gives the allowed values of a field; a field that it does not name must be as in a plain call.
-    ``head_dims``: pairs; empty: all with head_dim = head_dim_v.
+    ``head_dims``: pairs; empty: all with head_dim = head_dim_v. Images that serve all head dimensions are taken.
     """
 
     backends: tuple[str, ...] = ()
@@ -32,8 +32,8 @@ class Row:
         config, values = dict(spec.config), self.values or {}
         if self.backends and backend not in self.backends:
             return False
-        dims = (config["head_dim"], config["head_dim_v"])
-        if dims not in self.head_dims if self.head_dims else dims[0] != dims[1]:
+        dims = (config.get("head_dim"), config.get("head_dim_v"))  # an image without them serves all
+        if dims[0] is not None and (dims not in self.head_dims if self.head_dims else dims[0] != dims[1]):
             return False
         return all(value in values[name] if name in values else _is_plain(name, value) for name, value in spec.config)
 
@@ -132,7 +132,8 @@ def _must_select(row: Row, backends: list[Backend]) -> None:
         for name, value in spec.config:
             fields.setdefault(name, set()).add(value)
         config = dict(spec.config)
-        pairs.add((config["head_dim"], config["head_dim_v"]))
+        if "head_dim" in config:
+            pairs.add((config["head_dim"], config["head_dim_v"]))
     for name, wanted in (row.values or {}).items():
         if name not in fields:
             raise ValueError(f"{name}: no image has this field; there are {', '.join(fields)}")

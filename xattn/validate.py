@@ -394,6 +394,25 @@ def append(
             _shape(name, scale, (), (batch, heads))
 
 
+def queries(q: Tensor, cu_seqlens_q: Tensor | None, seqlens_k: Tensor) -> None:
+    """Checks the queries of a paged call against the lengths of its sequences."""
+    for name, t in (("q", q), ("seqlens_k", seqlens_k), ("cu_seqlens_q", cu_seqlens_q)):
+        if t is not None and t.layout is not torch.strided:
+            fail(name, str(t.layout), "a dense (strided) tensor")
+        if t is not None and t.device != q.device:
+            fail(name, f"device {t.device}", f"the device of q, {q.device}")
+    _integer("seqlens_k", seqlens_k)
+    _rank("seqlens_k", seqlens_k, ("batch",))
+    batch = seqlens_k.shape[0]
+    if cu_seqlens_q is None:
+        _rank("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"))
+        _shape("q", q, (batch, *q.shape[1:]))
+    else:
+        _rank("q", q, ("total_q", "heads_q", "head_dim"))
+        _integer("cu_seqlens_q", cu_seqlens_q)
+        _shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+
+
 def _is_part(v_cache: Tensor, k_cache: Tensor) -> bool:
     """Whether each vector of v_cache lies within the one of k_cache at the same page, slot and head."""
     if not _one_storage(v_cache, k_cache) or v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:

@@ -37,6 +37,8 @@ struct ArchBase {
     XATTN_DEVICE static float fma(float a, float b, float c) { return Isa::fma(a, b, c); }
     // Within 2 ulp, for denominators below 2^126.
     XATTN_DEVICE static float divide(float a, float b) { return Isa::divide(a, b); }
+    // Rounded to nearest.
+    XATTN_DEVICE static float exact_quotient(float a, float b) { return Isa::exact_quotient(a, b); }
     XATTN_DEVICE static float exp2(float x) { return Isa::exp2(x); }
     XATTN_DEVICE static float log2(float x) { return Isa::log2(x); }
     // Rounded for itself, which a compiler may not fuse with what is added to it.
@@ -64,6 +66,13 @@ struct ArchBase {
     XATTN_DEVICE static void store_float(Shared at, float x) { Isa::store_shared(at, x); }
     XATTN_DEVICE static float load_float(Shared at) { return Isa::load_shared_float(at); }
     XATTN_DEVICE static void load_floats(float (&x)[4], Shared at) { Isa::load_shared_floats(x, at); }
+
+    // ---- 16 bytes of global memory at once, from where 16 divides the address
+    template <class Word>
+    XATTN_DEVICE static void load_global(Word (&x)[4], const void* at) {
+        Isa::load_global(x, at);
+    }
+    XATTN_DEVICE static void store_global(u16* at, const u32 (&x)[4]) { Isa::store_global(at, x); }
 
     // ---- what thread blocks tell each other: writes before a fence are seen behind the fence of whoever learned of
     // them by an atomic operation, if it reads them fresh

@@ -6,14 +6,14 @@
 
 namespace xattn {
 
-// The pages of one sequence. What the table holds behind the sequence's length is never read.
-struct PageTable {
-    const ForwardParams* p;
+// The pages of one sequence. What the table holds behind the sequence's length is never read. Params: what names the
+// table, its stride, page_size, num_pages and status.
+template <class Params>
+struct PageTableOf {
+    const Params* p;
     s64 row;  // where the sequence begins in it
 
-    XATTN_DEVICE static PageTable of(const ForwardParams& p, s32 sequence) {
-        return {&p, sequence * p.page_table_stride};
-    }
+    XATTN_DEVICE static PageTableOf of(const Params& p, s32 sequence) { return {&p, sequence * p.page_table_stride}; }
 
     struct Place {
         s32 page, slot;  // page -1: the table holds no page of the cache there, which is reported
@@ -31,6 +31,7 @@ struct PageTable {
         return {s32(page), s32(position - column * p->page_size.value)};
     }
 };
+using PageTable = PageTableOf<ForwardParams>;
 
 // A thread's part in copying tiles of kRows keys, each found through the page table; as TileCopy otherwise. Keys whose
 // page does not exist become 0.

@@ -31,10 +31,12 @@ def test_the_set_of_the_checkout():
     for arch in chosen.archs:
         specs = chosen.specs(arch)
         assert set(specs) < set(shipped.everything(arch)) and len(set(specs)) == len(specs)
-        have = {tuple(dict(s.config)[n] for n in ("element", "head_dim", "head_dim_v", "attn_mask")) for s in specs}
+        have = {tuple(dict(s.config).get(n) for n in ("element", "head_dim", "head_dim_v", "attn_mask")) for s in specs}
         for element in ("bf16", "fp16"):
             assert {(element, d, d, "none") for d in (64, 96, 128, 256)} <= have
             assert (element, 128, 128, "boolean") in have and (element, 64, 64, "added16") in have
+        appending = [s for s in specs if "/append." in s.entry]
+        assert {dict(s.config)["element"] for s in appending} == (set() if arch == "sm_90a" else {"bf16", "fp16"})
 
 
 def test_without_a_checkout(monkeypatch, tmp_path):

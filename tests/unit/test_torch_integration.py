@@ -98,6 +98,7 @@ def test_all_ops_are_tested_here():
         "attention_backward",
         "attention_varlen_backward",
         "append_paged",
+        "extend_paged",
         "check_paged",
         "rotary",
     }
@@ -210,6 +211,20 @@ def test_opcheck_append_packed():
     del p["q"]
     p |= {n: p[n].flatten(0, 1) for n in ("k_new", "v_new")}
     torch.library.opcheck(OPS.append_paged, tuple(p.values()), {"cu_seqlens_new": torch.tensor([0, 1, 6])})
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_opcheck_extend(new, rotary):
+    p = pages([5, 9], seqlen_new=3)
+    angles = torch.arange(32)[:, None] * torch.tensor([1.0, 0.1])
+    options = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "causal": True} if rotary else {}
+    if not new:
+        p = {name: t for name, t in p.items() if not name.endswith("_new")}
+    torch.library.opcheck(OPS.extend_paged, tuple(p.values()), options)
+    lengths, q = OPS.extend_paged(*p.values(), **options)
+    assert lengths.tolist() == ([n + 3 for n in p["seqlens_k"].tolist()] if new else [])
+    assert q.shape == (p["q"].shape if rotary else (0,))
 
 
 # ---------------------------------------------------------------- torch.compile
@@ -650,7 +665,9 @@ def test_the_readme_runs(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_paged", "append_paged", "rotary"])
+@pytest.mark.parametrize(
+    "name", ["attention", "attention_varlen", "attention_paged", "append_paged", "extend_paged", "rotary"]
+)
 def test_ops_are_documented(name):
     text = getattr(OPS, name).__doc__
     assert "help(xattn.ops)" in text and f"xattn::{name}(" in text and name in ops.__doc__

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from ..append_call import AppendBody
 from ..capability import Capability, Refusal, check
 from ..device import Device
 from ..images import ImageSpec
@@ -49,7 +50,7 @@ class Backend:
     ``notes`` stand in every plan. ``missing(device)`` says what a device of this machine lacks to be served, "" where
     nothing. ``too_large(problem, size)`` refuses what its kernels cannot count; it is asked about problems that a
     capability answers. ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80",
-    "compute_80", "gfx942"), so that they can be built ahead of time.
+    "compute_80", "gfx942"), so that they can be built ahead of time. ``append``: its kernel that writes new tokens.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Backend:
     missing: Callable[[Device], str] = lambda device: ""
     too_large: Callable[[Problem, SizeBucket], tuple[Refusal, ...]] = lambda problem, size: ()
     images: Callable[[str], Iterable[ImageSpec]] = lambda arch: ()
+    append: AppendBody | None = None
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
         """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .. import decode_call, forward_call
+from ..append_call import AppendBody
 from ..decode_call import DecodeBody
 from ..forward_call import ForwardBody
 from ..images import ImageSpec
@@ -31,11 +32,14 @@ DECODE = DecodeBody(
     tiles=((64, 32, 4, 1, 1), (128, 16, 4, 1, 1), (256, 16, 2, 1, 1)),
 )
 
+APPEND = AppendBody(entry="arch/cdna/append.hip", warp_size=64)
+
 
 def _images(arch: str) -> Iterator[ImageSpec]:
     if arch in CAPABILITY.archs:
         yield from BODY.images(arch)
         yield from DECODE.images(arch)
+        yield from APPEND.images(arch)
 
 
 BACKEND = Backend(
@@ -48,4 +52,5 @@ BACKEND = Backend(
     missing=BODY.missing,
     too_large=BODY.too_large,
     images=_images,
+    append=APPEND,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .. import decode_call, forward_call
+from .. import append_call, decode_call, forward_call
 from ..forward_call import ForwardBody
 from ..images import ImageSpec
 from .base import Backend
@@ -25,6 +25,7 @@ BODY = ForwardBody(
 )
 
 DECODE = decode_call.NVIDIA
+APPEND = append_call.NVIDIA
 
 
 def _images(arch: str) -> Iterator[ImageSpec]:
@@ -33,6 +34,7 @@ def _images(arch: str) -> Iterator[ImageSpec]:
     if vendor in ("sm", "compute") and number.isascii() and number.isdigit() and int(number) >= 80:
         yield from BODY.images(arch)
         yield from DECODE.images(arch)
+        yield from APPEND.images(arch)
 
 
 BACKEND = Backend(
@@ -44,4 +46,5 @@ BACKEND = Backend(
     missing=BODY.missing,
     too_large=BODY.too_large,
     images=_images,
+    append=APPEND,
 )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import decode_call, forward_call, jit, launch
+from .. import append_call, decode_call, forward_call, jit, launch
 from ..capability import Refusal
 from ..device import Device
 from ..device import of as device_of
@@ -242,4 +242,5 @@ BACKEND = Backend(
     missing=_missing,
     too_large=_too_large,
     images=_images,
+    append=append_call.NVIDIA,
 )

@@ -37,6 +37,7 @@ struct IsaHostLanes {
     static float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
     static float product(float a, float b) { return a * b; }
     static float divide(float a, float b) { return a / b; }
+    static float exact_quotient(float a, float b) { return a / b; }
     static float exp2(float x) { return std::exp2f(x); }
     static float log2(float x) { return std::log2f(x); }
     template <class Element>
@@ -50,6 +51,12 @@ struct IsaHostLanes {
         return x;
     }
     static void load_shared_floats(float (&x)[4], u32 at) { std::memcpy(x, Block::current->at(at, 16), 16); }
+
+    template <class Word>
+    static void load_global(Word (&x)[4], const void* at) {
+        std::memcpy(x, at, 16);
+    }
+    static void store_global(u16* at, const u32 (&x)[4]) { std::memcpy(at, x, 16); }
 
     // Thread blocks run one after the other.
     static void device_fence() {}

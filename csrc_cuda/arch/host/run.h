@@ -9,8 +9,8 @@
 namespace xattn::host {
 
 // Runs `blocks` thread blocks, lanes in an order drawn from `seed`. Returns 0, or 1 with a message.
-template <class Arch, class Kernel>
-int run(const ForwardParams& params, u32 blocks, u64 seed, char* message, int message_size) {
+template <class Arch, class Kernel, class Params>
+int run(const Params& params, u32 blocks, u64 seed, char* message, int message_size) {
     try {
         for (u32 b = 0; b < blocks; ++b) {
             Block block(Kernel::kThreads, Arch::kWarpSize, Kernel::kSharedBytes, seed + b);

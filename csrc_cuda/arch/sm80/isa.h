@@ -30,6 +30,7 @@ struct IsaSm80 {
     XATTN_DEVICE static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
     XATTN_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
     XATTN_DEVICE static float divide(float a, float b) { return __fdividef(a, b); }
+    XATTN_DEVICE static float exact_quotient(float a, float b) { return __fdiv_rn(a, b); }
     XATTN_DEVICE static float exp2(float x) {
         float y;
         asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -66,6 +67,18 @@ struct IsaSm80 {
     XATTN_DEVICE static void store_global(u16* target, const u32 (&x)[4]) {
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x[0]), "r"(x[1]), "r"(x[2]),
                      "r"(x[3])
+                     : "memory");
+    }
+    XATTN_DEVICE static void load_global(u32 (&x)[4], const void* at) {
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "l"(at)
+                     : "memory");
+    }
+    XATTN_DEVICE static void load_global(float (&x)[4], const void* at) {
+        asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                     : "l"(at)
                      : "memory");
     }
     XATTN_DEVICE static void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

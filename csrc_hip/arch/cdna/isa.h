@@ -39,6 +39,7 @@ struct IsaCdna {
         return a * b;
     }
     XATTN_DEVICE static float divide(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
+    XATTN_DEVICE static float exact_quotient(float a, float b) { return a / b; }  // clang's default for HIP
     XATTN_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
     XATTN_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
     XATTN_DEVICE static u32 pack(fp16, float low, float high) {
@@ -69,6 +70,18 @@ struct IsaCdna {
     XATTN_DEVICE static void load_shared_floats(float (&x)[4], u32 at) {
         const float4 y = *local<float4>(at);
         x[0] = y[0], x[1] = y[1], x[2] = y[2], x[3] = y[3];
+    }
+
+    XATTN_DEVICE static void load_global(u32 (&x)[4], const void* at) {
+        const word4 y = *static_cast<const word4*>(at);
+        x[0] = y[0], x[1] = y[1], x[2] = y[2], x[3] = y[3];
+    }
+    XATTN_DEVICE static void load_global(float (&x)[4], const void* at) {
+        const float4 y = *static_cast<const float4*>(at);
+        x[0] = y[0], x[1] = y[1], x[2] = y[2], x[3] = y[3];
+    }
+    XATTN_DEVICE static void store_global(u16* at, const u32 (&x)[4]) {
+        *reinterpret_cast<word4*>(at) = word4{x[0], x[1], x[2], x[3]};
     }
 
     // ---- between thread blocks: the fences write back and drop what the caches of a chiplet hold alone
