@@ -68,7 +68,7 @@ def test_every_configuration_has_its_images_and_fits():
 def test_the_plan_tells_what_was_measured():
     q = (2, 4096, 16, 128)
     text = str(dispatch.cached_plan(Problem(), SizeBucket.of(*q[:1], q[2], q[1], q[1]), HOPPER, "sm90"))
-    assert "3 warpgroups of 80 keys" in text
+    assert "measured s2048" in text and "3 warpgroups of 80" in text
 
 
 def paged(page_size: int, seqlen_q: int):
