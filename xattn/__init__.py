@@ -2,7 +2,7 @@
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from .api import (
     Capabilities,
@@ -20,18 +20,23 @@ from .api import (
 from .capability import Refusal
 from .device import Device
 from .dispatch import Plan
-from .distributed import context_parallel, context_parallel_shard, context_parallel_unshard
 from .errors import DeviceValueError, FallbackWarning, OutOfPagesError, UnsupportedError
 from .fusion import Epilogue, epilogues
 from .kv_layout import KVLayout, convert_page_table, convert_pages
 from .paged import PagedKVCache
 from .rotary import Rotary
 
+if TYPE_CHECKING:
+    from .distributed import context_parallel, context_parallel_shard, context_parallel_unshard
 
-def __getattr__(name: str) -> ModuleType:
-    """The drop-ins, imported where they are used: their libraries are large, and may be absent."""
+
+def __getattr__(name: str) -> Any:
+    """What is imported where it is used: the drop-ins, whose libraries are large and may be absent, and context
+    parallelism, which brings torch's compiler along."""
     if name == "compat":
         return import_module(".compat", __name__)
+    if name.startswith("context_parallel") and name in __all__:
+        return getattr(import_module(".distributed", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -299,7 +299,8 @@ def attention_paged(
     """
     plain = score_mod is None and mask_mod is None and epilogue is None and out is None
     if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
-        longest = q.shape[0 if q.dim() == 3 else 1] if max_seqlen_q is None and type(q) is Tensor and q.dim() > 1 else 0
+        dense = max_seqlen_q is None and type(q) is Tensor and not q.is_nested and q.dim() > 1
+        longest = q.shape[0 if q.dim() == 3 else 1] if dense else 0
         tensors = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, attn_mask, alibi_slopes, sinks)
         options = (causal, window, softmax_scale, softcap, return_lse, backend)
         bounds = (max_seqlen_q or longest, NO_BOUND if max_seqlen_k is None else max_seqlen_k)

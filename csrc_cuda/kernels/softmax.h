@@ -12,7 +12,9 @@
 
 namespace xattn {
 
-template <class Arch, class Scores, int kRows>  // rows a lane holds
+// kRows: rows a lane holds. kApart: all that a moving reference takes is behind one jump, so that the common path runs
+// straight on; it takes registers.
+template <class Arch, class Scores, int kRows, bool kApart = false>
 struct Softmax {
     static constexpr float kSlack = 8.0f;
     static constexpr float kFar = 134217728.0f;  // 2^27: half a unit in the last place is 8
@@ -38,13 +40,13 @@ struct Softmax {
             moves |= Scores::kPlain ? largest[r] >= top : largest[r] > top;
         }
         const bool moved = Arch::any(moves);
-        if (XATTN_RARELY(moved)) {
-            move(largest, factor);
+        if (kApart && !XATTN_RARELY(moved)) {
             take(base);
-            if (Scores::kPlain) make_exact(p, base, s);
-        } else {
-            take(base);
+            return false;
         }
+        if (moved) move(largest, factor);
+        take(base);
+        if (Scores::kPlain && moved) make_exact(p, base, s);
         return moved;
     }
 
@@ -78,7 +80,7 @@ struct Softmax {
         bool far = false;
         XATTN_UNROLL
         for (int r = 0; r < kRows; ++r) far |= Arch::max(base[r], -base[r]) >= kFar;
-        if (!Arch::any(far)) return;
+        if (kApart ? !Arch::any(far) : !far) return;
         const float inverse = Arch::divide(1.0f, p.scale);
         XATTN_UNROLL
         for (int i = 0; i < n; ++i) XATTN_UNROLL

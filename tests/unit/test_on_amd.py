@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def test_all_of_xattns_commands_were_looked_at():
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("ci/")])
 def test_scripts_know_what_they_are_told(command):
     program, *words = shlex.split(command.partition(" >")[0])
-    told = subprocess.run([str(ROOT / program), "--help"], capture_output=True, text=True, check=True).stdout
+    own = [sys.executable] if "python" in (ROOT / program).read_text().partition("\n")[0] else []
+    told = subprocess.run([*own, str(ROOT / program), "--help"], capture_output=True, text=True, check=True).stdout
     for word in words:
         assert word in ("amd-logs", "rocm") or re.search(rf"(^|\s|\[){re.escape(word)}\b", told), (word, told)

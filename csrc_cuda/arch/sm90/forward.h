@@ -2,8 +2,8 @@
 //
 // Roles. Warpgroup 0 gives: its first warp finds tiles and writes them into a ring (tiles.h); one lane of its second
 // reads them and issues TMA into rings of kStages buffers for K and for V, and kQueries for Q; of a paged cache all of
-// its lanes do, each for a piece of a block that lies in one page. The other warpgroups consume: each owns 64 query rows
-// of the tile. Registers are handed over accordingly.
+// its lanes do, each for a piece of a block that lies in one page. The other warpgroups consume: each owns 64 query
+// rows of the tile. Registers are handed over accordingly.
 //
 // Who waits for whom. full[stage] ends when TMA has delivered a block; empty[stage] when every consumer warp has said
 // that it has read it. Q is copied to registers where they suffice (Config::keep_q) and its buffer is free at once.
@@ -42,7 +42,7 @@ struct Sm90Forward {
     using Element = typename Config::Element;
     using S = Scores<Arch, Config>;
     using Limits = typename S::Limits;
-    using Soft = Softmax<Arch, S, 2>;
+    using Soft = Softmax<Arch, S, 2, true>;
 
     static constexpr int kConsumers = Config::num_warpgroups;
     static constexpr int kTileM = 64 * kConsumers, kTileN = Config::tile_n, kStages = Config::num_stages;
@@ -194,8 +194,7 @@ struct Sm90Forward {
             if (!Config::paged) return {};
             const s32 row = lane * params.piece, position = n * kTileN + row;
             PageTable::Place place{-1, 0};
-            if (row < kTileN && position < keys.seqlen_k)
-                place = PageTable::of(params.p, keys.sequence).at(position);
+            if (row < kTileN && position < keys.seqlen_k) place = PageTable::of(params.p, keys.sequence).at(position);
             return {place.page < 0 ? params.p.num_pages : place.page, place.slot};
         }
         XATTN_DEVICE void load_q(s32 row, s32 head, s32 sequence) {
@@ -451,8 +450,8 @@ struct Sm90Forward {
             wgmma_commit();
         }
 
-        // Goes on from block n of a tile for as long as blocks are seen whole, and returns the last of them. Most of the
-        // time is spent here: a jump costs 20 cycles, and the loop that does everything makes seven in a step.
+        // Goes on from block n of a tile for as long as blocks are seen whole, and returns the last of them. Most of
+        // the time is spent here: a jump costs 20 cycles, and the loop that does everything makes seven in a step.
         XATTN_DEVICE s32 whole_blocks(const Span& w, s32 n, float (&factor)[2]) {
             const s32 until = max_of(w.n_first, s32(w.whole >> 16));
             const s32 tail = p.seqused_k || p.cu_seqlens_k;  // block n may be the last one, and want clear_tail
