@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         "check", help="a self-test: small problems on one device, against float64", description=check.run.__doc__
     )
     check.add_arguments(run_check)
-    run_check.set_defaults(run=check.run, parser=run_check)
+    run_check.set_defaults(run=check.run)
     run_build = commands.add_parser(
         "build", help="compile kernel images ahead of time into a folder", description=build.run.__doc__
     )

@@ -1,8 +1,10 @@
 """What several files of this folder use."""
 
+import contextlib
 import warnings
 
 import pytest
+import torch
 
 import xattn
 
@@ -14,3 +16,19 @@ def quiet():
         warnings.simplefilter("ignore", xattn.FallbackWarning)
         yield
     xattn.check_errors()
+
+
+@pytest.fixture
+def unsynchronised():
+    """A context in which what makes the host wait for the device raises."""
+
+    @contextlib.contextmanager
+    def context():
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context

@@ -113,7 +113,7 @@ def test_a_call_against_the_reference(launcher, backend, rotary):
 
 
 @pytest.mark.parametrize("backend", PAGED)
-def test_nothing_synchronises_and_two_kernels_run(launcher, backend):
+def test_nothing_synchronises_and_two_kernels_run(launcher, backend, unsynchronised):
     x, new = step()
     call = lambda: xattn.attention_paged(*x, **new, rotary=tables_here, causal=True, backend=backend)  # noqa: E731
     tables_here = tables()
@@ -121,12 +121,8 @@ def test_nothing_synchronises_and_two_kernels_run(launcher, backend):
     for again in (False, True):
         if not again:
             repeats.forget()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with unsynchronised():
             call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         if not again:
             repeats.forget()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:

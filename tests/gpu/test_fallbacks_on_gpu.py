@@ -35,7 +35,7 @@ def varlen(dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_call_synchronises(backend):
+def test_no_call_synchronises(backend, unsynchronised):
     dense, packed, cache = qkv(grad=True), varlen(), paged()
     used = torch.tensor([97, 5], device=CUDA)
     new = torch.randn(3, 2, 2, 64, device=CUDA, dtype=torch.bfloat16)
@@ -49,12 +49,8 @@ def test_no_call_synchronises(backend):
             xattn.attention(*(t.detach() for t in dense), dropout_p=0.1, k_scale=0.5, return_lse=True)
 
     calls()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynchronised():
         calls()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -39,7 +39,7 @@ def test_the_bits_of_the_cpu(src, dst):
         assert torch.equal(numbers.signbit()[there], other.signbit()[there])
 
 
-def test_nothing_synchronises_and_bad_tables_are_reported():
+def test_nothing_synchronises_and_bad_tables_are_reported(unsynchronised):
     pages = torch.zeros(64, 16, 2, 64, device=CUDA).to(torch.float8_e4m3fn)
     table = torch.tensor([[0, 1, 4, 6]], dtype=torch.int32, device=CUDA)
     src, dst = KVLayout(torch.float8_e4m3fn, "NHD", 16, 0.5), KVLayout(torch.float8_e4m3fnuz, "HND", 32)
@@ -53,11 +53,8 @@ def test_nothing_synchronises_and_bad_tables_are_reported():
         call()
     with pytest.raises(xattn.DeviceValueError, match="page_table"):
         xattn.check_errors()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynchronised():
         new = [call() for call in calls][-1]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert new.tolist() == [[0, -1]]
     with pytest.raises(xattn.DeviceValueError, match="page_table"):
         xattn.check_errors()

@@ -21,6 +21,7 @@ nvidia = vendor == "nvidia"
 fake = ctypes.CDLL(fake_path)  # its soname is the driver's: everybody's dlopen of that finds this one
 
 import torch  # noqa: E402
+from small_calls import MapParams, error, image_of, queued_call  # noqa: E402
 
 from xattn.images import Image  # noqa: E402
 from xattn.kernel_call import Call, ImageRefused, LaunchError, Output, Shape, TensorMap, slot  # noqa: E402
@@ -32,8 +33,7 @@ found: dict[str, object] = {}
 
 
 def image(code: bytes, key: str = "host") -> Image:
-    arch, kind = ("sm_80", "cubin") if nvidia else ("gfx942", "hsaco")
-    return Image(key, arch, kind, f"forward [test] for {arch}", "a compiler 1.0", code)
+    return image_of(vendor, code, key)
 
 
 def call(q, k, v, return_lse: bool = True) -> Call:
@@ -52,14 +52,6 @@ def call(q, k, v, return_lse: bool = True) -> Call:
     slots = tuple(slot(ForwardParams, n) for n in "qkv")
     code = image(kernel_path.encode())
     return Call(code, "xattn_forward", torch.device("cpu"), shape, p, slots, tuple(outputs), 3)
-
-
-def error(function) -> str:
-    try:
-        function()
-    except (LaunchError, RuntimeError) as caught:
-        return f"{type(caught).__name__}: {caught}"
-    return ""
 
 
 torch.manual_seed(0)
@@ -108,25 +100,9 @@ found["forgotten"] = error(lambda: torch.ops.xattn.launch(handle, [q, k, v]))
 
 
 # Work queues: one for each stream, one for each captured launch, until there is none.
-class MapParams(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("pad", ctypes.c_uint64 * 7), ("map", ctypes.c_uint64 * 16))
-
-
 fake.fake_stream.argtypes = [ctypes.c_uint64, ctypes.c_int]
 number = torch.zeros(16, dtype=torch.int64)
-queued = library.prepare(
-    Call(
-        image(kernel_path.encode()),
-        "xattn_copy_map",
-        torch.device("cpu"),
-        Shape((1, 1, 1), (1, 1, 1), 0),
-        MapParams(),
-        (0,),
-        (),
-        0,
-        queue=MapParams.map.offset,
-    )  # fmt: skip
-)
+queued = library.prepare(queued_call(image(kernel_path.encode())))
 
 
 def queue_of(stream: int, capturing: int = 0) -> int:

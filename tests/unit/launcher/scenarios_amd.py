@@ -17,11 +17,12 @@ fake = ctypes.CDLL(fake_path)
 fake.fake_stream_of_launch.restype = ctypes.c_uint64
 
 import torch  # noqa: E402
+from small_calls import error  # noqa: E402
 
 import xattn  # noqa: E402
 from xattn import device, forward_call, jit, launch  # noqa: E402
 from xattn.images import Image, ImageSpec  # noqa: E402
-from xattn.kernel_call import Call, LaunchError  # noqa: E402
+from xattn.kernel_call import Call  # noqa: E402
 from xattn.launch_library import Library  # noqa: E402
 from xattn.launch_params import ForwardParams, Operand  # noqa: E402
 
@@ -87,14 +88,6 @@ launches = fake.fake_launches()
 got = xattn.attention_paged(*paged, num_splits=2, return_lse=True, backend="cdna")
 found["decode"] = difference(got, xattn.attention_paged(*paged, return_lse=True, backend="reference"))
 found["splits"] = [calls[-1].params.num_splits, calls[-1].queue is not None, fake.fake_launches() - launches]
-
-
-def error(function) -> str:
-    try:
-        function()
-    except (LaunchError, RuntimeError) as caught:
-        return f"{type(caught).__name__}: {caught}"
-    return ""
 
 
 # Errors of HIP, each where it appears; afterwards the same call works.

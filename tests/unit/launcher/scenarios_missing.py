@@ -15,30 +15,13 @@ if rest:
     fake = ctypes.CDLL(rest[0])
 
 import torch  # noqa: E402
+from small_calls import image_of, queued_call  # noqa: E402
 
-from xattn.images import Image  # noqa: E402
-from xattn.kernel_call import Call, LaunchError, Shape  # noqa: E402
+from xattn.kernel_call import LaunchError  # noqa: E402
 from xattn.launch_library import Library  # noqa: E402
 
-
-class MapParams(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("pad", ctypes.c_uint64 * 7), ("map", ctypes.c_uint64 * 16))
-
-
 library = Library(Path(library_path))
-arch, kind = ("sm_80", "cubin") if vendor == "nvidia" else ("gfx942", "hsaco")
-code = rest[1].encode() if rest else b"code"
-call = Call(
-    Image("k", arch, kind, f"forward [test] for {arch}", "a compiler 1.0", code),
-    "xattn_copy_map",
-    torch.device("cpu"),
-    Shape((1, 1, 1), (1, 1, 1), 0),
-    MapParams(),
-    (0,),
-    (),
-    0,
-    queue=MapParams.map.offset,
-)
+call = queued_call(image_of(vendor, rest[1].encode() if rest else b"code"))
 number = torch.full((16,), -7, dtype=torch.int64)
 try:
     library.prepare(call)([number])
