@@ -92,7 +92,15 @@ def test_version(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"xattn {xattn.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [("info",), ("explain", *Q), ("demo",)], ids=lambda c: c[0])
+COMMANDS = [("info",), ("explain", *Q), ("check",), ("build", "--out", "never-made"), ("bench",), ("demo",)]
+
+
+def test_the_commands_are_all_there():
+    (commands,) = (a.choices for a in cli._parser()._actions if a.choices)
+    assert sorted(commands) == sorted(c[0] for c in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c[0])
 def test_unknown_options_print_the_usage_of_the_command(capsys, command):
     text = usage_error(capsys, *command, "--nosuch")
     assert text.startswith(f"usage: python -m xattn {command[0]} ") and "unrecognized arguments: --nosuch" in text
@@ -442,6 +450,12 @@ WRONG_USAGE = {
 @pytest.mark.parametrize("option", WRONG_USAGE, ids=" ".join)
 def test_wrong_usage(capsys, option):
     assert WRONG_USAGE[option] in usage_error(capsys, "explain", *Q, *option)
+
+
+@pytest.mark.parametrize("kind", ["attention", "varlen"])
+def test_a_page_size_is_of_paged_calls(capsys, kind):
+    assert cli.main(["explain", *Q, "--kind", kind, "--page-size", "16"]) == 2
+    assert f"--page-size: got 16 for --kind {kind}; allowed: --kind paged" in capsys.readouterr().err
 
 
 def test_explain_needs_a_shape(capsys):

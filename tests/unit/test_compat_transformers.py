@@ -368,6 +368,11 @@ def test_what_cannot_be_honoured_is_refused(name, value):
         compat.attention_forward(CAUSAL, *heads(6, 6), **options)
 
 
+def test_a_backend_that_is_not_there_is_told_at_once():
+    with pytest.raises(ValueError, match="backend: got 'nope'; allowed: sm90, sm80"):
+        compat.register("xattn_nope", backend="nope")
+
+
 def test_a_backend_of_ones_own(llama):
     compat.register("xattn_reference", backend="reference")
     inputs = prompts(True)
