@@ -65,7 +65,8 @@ def compile_driver(folder: Path, vendor: str, *flags: str, soname: str = "") -> 
 
 def run_scenarios(script: str, *arguments: object, **env: str) -> dict:
     command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    full = {**os.environ, "PYTHONPATH": str(Path(xattn.__file__).parents[1]), **env}
+    path = os.pathsep.join(map(str, (Path(xattn.__file__).parents[1], HERE)))  # whatever PYTHONSAFEPATH says
+    full = {**os.environ, "PYTHONPATH": path, **env}
     done = subprocess.run(command, env=full, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
