@@ -7,6 +7,7 @@ and a file cut short is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -24,6 +25,7 @@ from . import settings
 log = logging.getLogger("xattn")
 
 PARAMS_VERSION = 3  # kParamsVersion of csrc_cuda/kernels/params.h
+KINDS = ("cubin", "ptx", "hsaco", "host")  # of code
 _MAGIC = b"XATTN-IMAGE-1\n"
 _SUFFIX = ".image"
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -78,7 +80,7 @@ class ImageSpec:
 
 @dataclass(frozen=True)
 class Image:
-    """A compiled image. ``kind``: "cubin", "ptx", "hsaco" or "host"; ``compiler`` and ``log`` serve messages, not the
+    """A compiled image. ``kind``: one of KINDS; ``compiler`` and ``log`` serve messages, not the
     address."""
 
     key: str
@@ -189,13 +191,25 @@ def decode(data: bytes, path: str = "") -> Image:
     line, separator, code = data[len(_MAGIC) :].partition(b"\n")
     try:
         about = json.loads(line)
+        if not isinstance(about, dict):
+            raise TypeError(f"it is a {type(about).__name__}")
         size, digest = about.pop("size"), about.pop("sha256")
         image = Image(code=code, path=path, **about)
-    except (ValueError, TypeError, KeyError) as error:
+        _check_description(image)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ImageError(f"{path}: its description cannot be read ({error})") from error
     if not separator or len(code) != size or hashlib.sha256(code).hexdigest() != digest:
         raise ImageError(f"{path}: {len(code)} of {size} bytes, or changed")
     return image
+
+
+def _check_description(image: Image) -> None:
+    """The checksum is that of the code alone."""
+    for name in ("key", "arch", "kind", "name", "compiler", "log"):
+        if not isinstance(getattr(image, name), str):
+            raise TypeError(f"{name} is {getattr(image, name)!r}")
+    if image.kind not in KINDS:
+        raise ValueError(f"kind is {image.kind!r}; there are {', '.join(KINDS)}")
 
 
 class Store:
@@ -224,7 +238,8 @@ class Store:
             except ImageError as error:
                 log.warning("image passed over: %s", error)
                 if folder == self.cache:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # a disk that is only read: it is passed over each time
+                        path.unlink()
         return None
 
     def put(self, image: Image) -> Path | None:
@@ -239,7 +254,7 @@ class Store:
     def files(self) -> Iterator[StoredFile]:
         """Every file that should hold an image, those of the wheel first; nothing is removed."""
         for place, folder in (*(("wheel", f) for f in self.shipped), ("cache", self.cache)):
-            for path in sorted(folder.glob(f"*/*{_SUFFIX}")):
+            for path in listed(folder):
                 size, modified, fault = 0, 0.0, ""
                 image: Image | None = None
                 try:
@@ -259,6 +274,14 @@ class Store:
                 log.warning("image passed over: %s", file.fault)
             else:
                 yield file.image
+
+
+def listed(folder: Path) -> list[Path]:
+    """The files of a store's folder; none where it cannot be listed, or its name cannot be one."""
+    try:
+        return sorted(folder.glob(f"*/*{_SUFFIX}"))
+    except OSError:
+        return []
 
 
 def publish(image: Image, folder: Path, mode: int = 0o700) -> Path:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from . import nvrtc12, settings
 from .concurrency import ForkSafeLock
 from .errors import UnsupportedError
-from .images import CONFIG_HEADER, ConfigValue, Image, ImageSpec, Store, sources
+from .images import CONFIG_HEADER, ConfigValue, Image, ImageSpec, Store, listed, sources
 
 log = logging.getLogger("xattn")
 
@@ -110,7 +110,7 @@ class Nvrtc:
     @staticmethod
     def _check(result: tuple) -> tuple:
         if int(result[0]) != 0:
-            raise RuntimeError(f"NVRTC: {result[0]!s}")
+            raise CompileError(f"NVRTC: {result[0]!s}")
         return result[1:]
 
 
@@ -185,28 +185,40 @@ class _OnDisk:
         return next((found for c in self.candidates if (found := shutil.which(c))), None)
 
     def missing(self) -> str:
-        return "" if self.program() else f"none of {', '.join(self.candidates)} is on the PATH"
+        if not (program := self.program()):
+            return f"none of {', '.join(self.candidates)} is on the PATH"
+        try:
+            self.version()
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            return f"{program} does not say its version ({error})"
+        return ""
 
     @lru_cache  # noqa: B019 - instances live as long as the process
     def version(self) -> str:
         program = self.program()
         assert program is not None
-        return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+        if not said.strip():
+            raise ValueError("it prints nothing")
+        return said.strip().splitlines()[0]
 
     def run(self, spec: ImageSpec, flags: Sequence[str], kind: str) -> tuple[bytes, str, str]:
         program = self.program()
         assert program is not None
-        with tempfile.TemporaryDirectory(prefix="xattn-") as folder:
-            for name, text in {**sources(spec.entry, spec.arch), CONFIG_HEADER: spec.header()}.items():
-                path = Path(folder, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
-            target = Path(folder, "image")
-            command = [program, *flags, f"-I{folder}", "-o", str(target), str(Path(folder, spec.entry))]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise CompileError(f"{self.version()} refused {spec.name()}:\n{done.stderr}")
-            return target.read_bytes(), kind, done.stderr
+        try:
+            with tempfile.TemporaryDirectory(prefix="xattn-") as folder:
+                for name, text in {**sources(spec.entry, spec.arch), CONFIG_HEADER: spec.header()}.items():
+                    path = Path(folder, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(text)
+                target = Path(folder, "image")
+                command = [program, *flags, f"-I{folder}", "-o", str(target), str(Path(folder, spec.entry))]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    raise CompileError(f"{self.version()} refused {spec.name()}:\n{done.stderr}")
+                return target.read_bytes(), kind, done.stderr
+        except OSError as error:  # the temporary folder is full, or only read
+            raise CompileError(f"{self.version()} could not be run for {spec.name()}: {error}") from error
 
 
 class Clang(_OnDisk):
@@ -317,7 +329,7 @@ def choose(entry: str, config: tuple[tuple[str, ConfigValue], ...], arch: str, s
 def missing(arch: str) -> str:
     """Why no image for ``arch`` could be had here, in words; "" where one can be compiled or some are ready."""
     store, ready = Store(), (*_ready_made(arch), *((PTX,) if _is_general(arch) else ()))
-    if any(any((folder / name).glob("*")) for folder in (*store.shipped, store.cache) for name in ready):
+    if any(file.parent.name in ready for folder in (*store.shipped, store.cache) for file in listed(folder)):
         return ""
     try:
         compiler_for(arch)

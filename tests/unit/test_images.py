@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -84,6 +85,47 @@ def test_a_broken_file_is_noticed_and_removed(tmp_path, caplog, spoil):
     with pytest.raises(ImageError):
         images.decode(path.read_bytes())
     assert s.find(SPEC) is None and not path.exists() and "passed over" in caplog.text
+
+
+def described(**changes) -> bytes:
+    """The file of an image whose description is changed."""
+    head, line, code = images.encode(image()).split(b"\n", 2)
+    return b"\n".join([head, json.dumps(json.loads(line) | changes).encode(), code])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"XATTN-IMAGE-1\n%b\ncode" % line for line in (b"null", b"3", b'"text"', b"[]", b"[" * 100_000)),
+        *(described(**{n: 5}) for n in ("key", "arch", "kind", "name", "compiler", "log", "size", "sha256", "new")),
+        *(described(**{n: None}) for n in ("name", "compiler", "log")),
+        described(kind="cubjn"),
+    ],
+    ids=lambda data: data.split(b"\n")[1][:40].decode(),
+)
+def test_a_description_that_is_none(tmp_path, data):
+    """Whatever a file says of itself, it is an image or passed over."""
+    s = store(tmp_path)
+    path = s.put(image())
+    path.write_bytes(data)
+    assert [f.image for f in s.files()] == [None] and list(s) == []
+    assert s.find(SPEC) is None and not path.exists()
+
+
+def test_a_broken_file_on_a_disk_that_is_only_read(tmp_path, caplog, monkeypatch):
+    def read_only(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    s = store(tmp_path)
+    path = s.put(image())
+    path.write_bytes(b"broken")
+    monkeypatch.setattr(os, "unlink", read_only)
+    assert s.find(SPEC) is None and path.exists() and "passed over" in caplog.text
+
+
+def test_a_folder_whose_name_cannot_be_one(tmp_path):
+    s = Store(shipped=(), cache=tmp_path / ("long" * 100))
+    assert s.put(image()) is None and s.find(SPEC) is None and list(s) == []
 
 
 def test_an_image_under_a_wrong_name_is_not_taken(tmp_path):

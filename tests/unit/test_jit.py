@@ -212,6 +212,32 @@ def test_a_compiler_that_is_missing_says_so():
         jit.compiler_for("host", (ABSENT,))
 
 
+@pytest.mark.parametrize(
+    ("text", "lacks"),
+    [("#!/bin/sh\nexit 1\n", "exit status 1"), ("#!/bin/sh\n", "prints nothing"), ("no\0", "Exec format")],
+)
+def test_a_program_that_does_not_run_is_no_compiler(tmp_path, monkeypatch, text, lacks):
+    """As a link to a clang that is gone, or one of another machine."""
+    (tmp_path / "clang++-22").write_text(text)
+    (tmp_path / "clang++-22").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiler = jit.Clang()
+    assert lacks in compiler.missing() and str(tmp_path) in compiler.missing()
+    with pytest.raises(UnsupportedError, match=lacks):
+        jit.compiler_for("gfx942", (compiler,))
+
+
+def test_a_temporary_folder_that_is_full_is_a_failed_compilation(monkeypatch):
+    """Where one is expected, so that another image or another backend serves."""
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(jit.CompileError, match="No space left on device"):
+        jit.HostCompiler().compile(ImageSpec("arch/host/forward_sm80.cpp", (), "host-sm80"))
+
+
 def test_what_is_shipped_is_compiled_for_older_drivers():
     names = [c.name for c in jit.SHIPPING]
     assert names[:2] == ["nvrtc12", "nvrtc"] and sorted(names) == sorted(c.name for c in jit.COMPILERS)
