@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
 from . import device, jit, options, settings, shipped, show
@@ -146,6 +149,20 @@ def _compile_all(
     return done, failures
 
 
+def _end_with_parent() -> None:
+    """A process that compiles ends when the one that started it is gone, however that ended: it would wait for work for
+    ever, and keep open what it inherited. An interrupt is for that one too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _outcomes(waiting: list[ImageSpec], jobs: int) -> Iterator[tuple[ImageSpec, _Compiled | Exception]]:
     """Each image's, as they become ready. Processes, not threads: NVRTC compiles one program at a time."""
     if jobs == 1:
@@ -155,7 +172,7 @@ def _outcomes(waiting: list[ImageSpec], jobs: int) -> Iterator[tuple[ImageSpec, 
             except jit.CompileError as error:
                 yield spec, error
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
         running = {pool.submit(_compile, spec): spec for spec in waiting}
         try:
             for future in as_completed(running):

@@ -20,7 +20,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 1 a check failed or nothing answers, 2 wrong usage, or the
-    output cannot be written."""
+    output cannot be written, 130 interrupted."""
     if sys.stderr is None:  # closed: what belongs there must not go to stdout
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         _discard(sys.stdout)
         return 0
+    except KeyboardInterrupt:
+        return _wrong("xattn: interrupted", 130)  # 128 + SIGINT, as shells have it
     except OSError as error:
         _discard(sys.stdout)
         return _wrong(f"xattn: stdout cannot be written to: {error.strerror or error}")
@@ -60,11 +62,11 @@ def _run(argv: Sequence[str]) -> int:
         return _wrong(f"xattn {args.command}: {error}")
 
 
-def _wrong(text: str) -> int:
-    """Exit status 2, and why."""
+def _wrong(text: str, status: int = 2) -> int:
+    """The exit status, after saying why."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
-    return 2
+    return status
 
 
 def _discard(stream: TextIO) -> None:

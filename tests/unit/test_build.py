@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,11 +49,17 @@ def place(tmp_path):
 
 def build(place: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Plain ``build`` of a process of its own, for gfx942 unless said."""
+    process = start(place, *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def start(place: Path, *args: str, **how) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(place / "bin"), ROOT, os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     env |= {"XATTN_ARCHS": "gfx942", "XATTN_CACHE_DIR": str(place / "cache")}
     command = [sys.executable, "-m", "xattn", "build", "--out", str(place / "out"), "--set", str(place / "set.toml")]
-    return subprocess.run([*command, *args], env=env, capture_output=True, text=True)
+    return subprocess.Popen([*command, *args], env=env, text=True, **how)
 
 
 def row(text: str, arch: str) -> list[str]:
@@ -93,6 +102,46 @@ def test_a_compiler_that_refuses(place):
     assert done.stdout.count("] FAILED arch/cdna/forward.hip") == 2
     assert row(done.stdout, "gfx942")[1:3] == ["2", "2"]
     assert len(list(Store(shipped=(), cache=at / "out"))) == 2
+
+
+SLOW = """#!{python}
+import sys, time
+from pathlib import Path
+if "--version" in sys.argv:
+    print("a clang 1.0")
+    sys.exit()
+Path({started!r}).touch()
+time.sleep(2)
+sys.exit("too late")
+"""
+
+
+@pytest.fixture
+def running(place, tmp_path):
+    """A build in two processes that has begun to compile, and is the first of a group of its own."""
+    at, started = place(), tmp_path / "started"
+    (at / "bin" / "clang++-23").write_text(SLOW.format(python=sys.executable, started=str(started)))
+    process = start(at, "--jobs", "2", start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not started.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert started.exists()
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_nothing_goes_on_when_a_build_is_ended(running):
+    """Its processes let go of what they inherited: who reads its output is not kept waiting."""
+    running.send_signal(signal.SIGKILL)
+    running.communicate(timeout=30)
+    assert running.returncode == -signal.SIGKILL
+
+
+def test_an_interrupt_is_one_line(running):
+    os.killpg(running.pid, signal.SIGINT)
+    _, stderr = running.communicate(timeout=30)
+    assert (running.returncode, stderr) == (130, "xattn: interrupted\n")
 
 
 # ---------------------------------------------------------------- within this process
