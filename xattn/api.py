@@ -385,7 +385,7 @@ def attention_paged(
         longest = q.shape[0 if q.dim() == 3 else 1] if dense else 0
         tensors = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, attn_mask, alibi_slopes, sinks)
         options = (causal, window, softmax_scale, softcap, return_lse, backend)
-        bounds = (max_seqlen_q or longest, NO_BOUND if max_seqlen_k is None else max_seqlen_k)
+        bounds = (longest if max_seqlen_q is None else max_seqlen_q, NO_BOUND if max_seqlen_k is None else max_seqlen_k)
         paged = (kv_layout, num_splits, segments.invariant())
         found = None
         if k_new is not None:

@@ -89,7 +89,7 @@ class PagedKVCache:
         num_pages, page_size, num_layers, num_heads_kv, head_dim, head_dim_v = sizes.values()
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             fail("dtype", dtype, ", ".join(DTYPES.values()), TypeError)
-        if kv_layout not in ("NHD", "HND"):
+        if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
             fail("kv_layout", repr(kv_layout), "'NHD' or 'HND'")
         place = None if device is None else places.present("device", device)
         page = (page_size, num_heads_kv) if kv_layout == "NHD" else (num_heads_kv, page_size)

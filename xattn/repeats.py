@@ -61,7 +61,7 @@ def answer(kind: str, tensors: tuple[Any, ...], options: tuple) -> list[Tensor] 
             prepared = _known.get(question)
             if prepared is not None:
                 _latest[kind] = (question, prepared)
-    except (RuntimeError, TypeError):  # a tensor without strides, an argument that cannot be hashed
+    except (RuntimeError, TypeError, ValueError):  # a tensor without strides, what cannot be hashed or compared
         return None
     if prepared is None or modes() or autograd.transforms_active() or settings.validate_on_device():
         return None

@@ -27,6 +27,9 @@ class Rotary:
         for name, t in (("cos", self.cos), ("sin", self.sin)):
             if not isinstance(t, Tensor):
                 raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
+            if t.is_nested or t.layout is not torch.strided:
+                got = "a nested tensor" if t.is_nested else t.layout
+                raise ValueError(f"{name}: got {got}; allowed: a dense (strided) tensor")
             if not t.is_floating_point():
                 raise TypeError(f"{name}: got {t.dtype}; allowed: a float dtype")
             if t.device != self.cos.device:

@@ -133,7 +133,7 @@ def writable(name: str, t: Tensor) -> None:
 def scale(name: str, value: Any, like: Tensor) -> Tensor | None:
     """A scale as a float32 tensor on the device of ``like``: a number becomes 0-d."""
     if value is None or isinstance(value, Tensor):
-        return value
+        return tensor(name, value)
     top = torch.finfo(torch.float32).max
     return torch.full((), number(name, value, -top, top), dtype=torch.float32, device=like.device)
 

@@ -773,6 +773,8 @@ def refuse(fn, args, changed, error, words):
         ({"softmax_scale": NAN}, ValueError, "^softmax_scale: got nan"),
         ({"causal": 1}, TypeError, "^causal: got int"),
         ({"window_size": (7, -8)}, ValueError, "^window_size: got -8; allowed: a whole number from -1"),
+        ({"window_size": torch.ones(2, device="meta")}, TypeError, r"^window_size: got tensor\("),
+        ({"window_size": (torch.ones(2), 0)}, TypeError, r"^window_size: got \(tensor\("),
         ({"window_size": (1, 2, 3)}, TypeError, r"^window_size: got \(1, 2, 3\)"),
         ({"window_size": None}, TypeError, "^window_size: got None"),
         ({"window_size": (1.5, 0)}, TypeError, "^window_size: got float"),

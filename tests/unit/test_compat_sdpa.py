@@ -244,7 +244,7 @@ REFUSED = {
         {},
         r"query, key, value: got leading dimensions \(2,\), \(3,\), \(2,\); allowed: such that broadcast",
     ),
-    "width": ((Q, K[..., :8], V), {}, "k: got shape"),
+    "width": ((Q, K[..., :8], V), {}, "^key: got head_dim 8; allowed: that of query, 16"),
     "mask": ((Q, K, V, torch.ones(5, 6)), {}, "attn_mask: got shape"),
     "mask of another batch": ((Q, K, V, torch.ones(3, 1, 5, 7)), {}, "attn_mask: got shape"),
     "mask in float64": ((Q, K, V, torch.ones(5, 7).double()), {}, "attn_mask: got torch.float64; allowed: torch.bool"),
@@ -255,7 +255,7 @@ REFUSED = {
 ONLY_HERE = {  # torch takes some of these on some devices, or reads where there is nothing
     "mask and causal": ((Q, K, V, torch.ones(5, 7)), {"is_causal": True}, "attn_mask: got a tensor; allowed: None"),
     "no heads": ((Q[:, :0], K[:, :0], V[:, :0]), {}, "q: got 0 heads"),
-    "lengths": ((Q, K, V[:, :, :6]), {}, "v: got shape"),
+    "lengths": ((Q, K, V[:, :, :6]), {}, "^value: got seqlen 6; allowed: that of key, 7"),
 }
 
 
@@ -279,6 +279,22 @@ def test_refuses(name):
 def test_refuses_masks_beside_other_leading_dimensions(shape):
     with pytest.raises(ValueError, match="attn_mask: got shape"):
         scaled_dot_product_attention(*qkv((2, 2), seqlen_k=7), torch.ones(shape))
+
+
+@pytest.mark.parametrize("value", [None, 1, "x", [0], torch.zeros(2), torch.tensor([])], ids=str)
+@pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
+def test_refuses_flags_that_are_none(name, value):
+    for function in (F.scaled_dot_product_attention, scaled_dot_product_attention):
+        with pytest.raises(TypeError, match=name):
+            function(Q, K, V, **{name: value})
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+def test_refuses_nested_tensors(name):
+    nested = torch.nested.nested_tensor([randn(4, 5, 8, seed=1), randn(4, 3, 8, seed=2)])
+    with pytest.raises(ValueError, match=f"^{name}: got a nested tensor; allowed: a dense"):
+        scaled_dot_product_attention(**({"query": Q, "key": K, "value": V} | {name: nested}))
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.tensor(2), 2, np.float32(0.3)])

@@ -98,6 +98,8 @@ COS, SIN = tables(4, 4)
 REFUSED = [
     (([1.0], SIN), TypeError, "cos: got list; allowed: a torch.Tensor"),
     ((COS, None), TypeError, "sin: got NoneType; allowed: a torch.Tensor"),
+    ((COS.to_sparse(), SIN), ValueError, "cos: got torch.sparse_coo; allowed: a dense"),
+    ((COS, SIN.to_mkldnn()), ValueError, "sin: got torch._mkldnn; allowed: a dense"),
     ((COS.long(), SIN), TypeError, "cos: got torch.int64; allowed: a float dtype"),
     ((COS, SIN.bool()), TypeError, "sin: got torch.bool; allowed: a float dtype"),
     ((COS[0], SIN[0]), ValueError, r"cos: got shape \(4,\); allowed: \(positions, rotary_dim / 2\)"),

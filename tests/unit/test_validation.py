@@ -396,16 +396,27 @@ def test_numbers_of_numpy_are_numbers(kind):
             call(kind, given | {name: (value, 0) if name == "window" else value})
 
 
+NESTED = {k: (*POSITIONAL[k][:3], "attn_mask", "sinks", "q_scale", "k_scale", "v_scale") for k in KINDS}
+NESTED |= {k: (*NESTED[k], "k_new") for k in ("paged", "packed")}
+
+
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.parametrize("kind, name", [(k, n) for k in KINDS for n in (*POSITIONAL[k][:3], "attn_mask", "k_new")])
+@pytest.mark.parametrize("kind, name", [(k, n) for k in KINDS for n in NESTED[k]])
 def test_nested_tensors(kind, name, layout):
-    if name == "k_new" and kind not in ("paged", "packed"):
-        name = "sinks"
     nested = torch.nested.nested_tensor([randn(3, 4, 8), randn(2, 4, 8)], layout=layout)
     for question in (call, explain):
         with pytest.raises(ValueError, match=f"^{name}: got a nested tensor; allowed: a dense"):
             question(kind, made(kind) | {name: nested})
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), torch.tensor([]), np.zeros(3)], ids=["two", "none", "numpy"])
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k", "num_splits"])
+@pytest.mark.parametrize("kind", ["paged", "packed"])
+def test_counts_that_are_many(kind, name, value):
+    for append in (False, True):
+        with pytest.raises(TypeError, match=f"^{name}: got (Tensor|ndarray); allowed"):
+            call(kind, made(kind, append) | {name: value})
 
 
 @pytest.mark.parametrize("value, error", [([], ValueError), (None, ValueError), ("ring", ValueError)])

@@ -37,11 +37,16 @@ def options(
 
 
 def window(window_size: Any) -> tuple[int | None, int | None] | None:
-    sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     allowed = "(left, right), each a distance from 0, or -1 for a side without bound"
+    try:
+        sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+        if isinstance(sides, (tuple, list)):
+            sides = [n.item() if isinstance(n, Tensor) else n for n in sides]
+    except RuntimeError:  # a tensor whose values nobody can read: meta, nested, of several numbers
+        sides = None
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         validate.fail("window_size", repr(window_size), allowed, TypeError)
-    left, right = (validate.count("window_size", n.item() if isinstance(n, Tensor) else n, -1) for n in sides)
+    left, right = (validate.count("window_size", n, -1) for n in sides)
     return None if left == right == -1 else (None if left < 0 else left, None if right < 0 else right)
 
 

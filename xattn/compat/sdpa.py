@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import validate
 from ..api import attention
 
 
@@ -33,13 +34,17 @@ def scaled_dot_product_attention(
     """
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, t in (*tensors, *([("attn_mask", attn_mask)] if attn_mask is not None else [])):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
+        validate.tensor(name, t, optional=False)
     scale = _scale(scale)
+    is_causal, enable_gqa = validate.flag("is_causal", is_causal), validate.flag("enable_gqa", enable_gqa)
     dims = [t.dim() for _, t in tensors]
     if min(dims) < 2 or (enable_gqa and min(dims) < 3):
         least = "3 of each where enable_gqa is set" if enable_gqa else "2 of each"
         raise ValueError(f"query, key, value: got {', '.join(map(str, dims))} dimensions; allowed: from {least}")
+    for name, t, dim, of, like in (("key", key, -1, "query", query), ("value", value, -2, "key", key)):
+        if t.shape[dim] != like.shape[dim]:
+            what = "head_dim" if dim == -1 else "seqlen"
+            raise ValueError(f"{name}: got {what} {t.shape[dim]}; allowed: that of {of}, {like.shape[dim]}")
     if max(dims) == 2 and attn_mask is not None and attn_mask.dim() > 2:
         raise ValueError(f"attn_mask: got shape {tuple(attn_mask.shape)}; allowed: 2 dimensions, as query has")
     if is_causal and attn_mask is not None:
