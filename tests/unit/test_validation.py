@@ -425,7 +425,7 @@ def test_kinds_of_questions(value, error):
         xattn.explain(*made("attention").values(), kind=value)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), "hpu", "meta", "sm_90", "gfx942"])
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), "meta", "sm_90", "gfx942"])
 def test_devices_of_questions(device):
     assert xattn.explain(*made("attention").values(), device=device).backend
     found = xattn.capabilities(device)
@@ -435,7 +435,7 @@ def test_devices_of_questions(device):
 @pytest.mark.parametrize("device, error", [("foo", ValueError), ("", ValueError), ([], TypeError), (1.5, TypeError)])
 def test_devices_that_are_none(device, error):
     for question in (lambda: xattn.explain(*made("attention").values(), device=device), xattn.capabilities):
-        with pytest.raises(error, match="^device: got .*; allowed: a torch device, an architecture by name"):
+        with pytest.raises(error, match="^device: got .*; allowed: a torch device of this machine, an architecture by"):
             question() if question is not xattn.capabilities else question(device)
 
 
