@@ -298,10 +298,11 @@ def attention_paged(
         written and ``check_errors`` raises.
     """
     plain = score_mod is None and mask_mod is None and epilogue is None and out is None
-    if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
+    if plain and type(dropout_p) is float and not dropout_p:
         dense = max_seqlen_q is None and type(q) is Tensor and not q.is_nested and q.dim() > 1
         longest = q.shape[0 if q.dim() == 3 else 1] if dense else 0
-        tensors = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, attn_mask, alibi_slopes, sinks)
+        of_scores = (attn_mask, alibi_slopes, sinks, q_scale, k_scale, v_scale)
+        tensors = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, *of_scores)
         options = (causal, window, softmax_scale, softcap, return_lse, backend)
         bounds = (max_seqlen_q or longest, NO_BOUND if max_seqlen_k is None else max_seqlen_k)
         paged = (kv_layout, num_splits, segments.invariant())

@@ -72,7 +72,10 @@ _NOT_DIFFERENTIABLE = (
 TENSORS = {
     "attention": ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
     "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
-    "paged": ("q", "k", "v", "cu_seqlens_q", "page_table", "seqlens_k", "attn_mask", "alibi_slopes", "sinks"),
+    "paged": (
+        *("q", "k", "v", "cu_seqlens_q", "page_table", "seqlens_k", "attn_mask", "alibi_slopes", "sinks"),
+        *("q_scale", "k_scale", "v_scale"),
+    ),
 }
 
 

@@ -32,7 +32,8 @@ OPTIONS = (
     "num_splits",
     "batch_invariant",
 )
-_OTHERS = ("dropout_p", "q_scale", "k_scale", "v_scale", "score_mod", "mask_mod", "epilogue", "out_dtype")
+_OTHERS = ("dropout_p", "score_mod", "mask_mod", "epilogue", "out_dtype")
+_SCALES = ("q_scale", "k_scale", "v_scale")  # tensors of paged calls only
 
 _MOST = 4096
 _known: dict[tuple, Prepared] = {}
@@ -100,6 +101,8 @@ def remember(
 ) -> None:
     """From now on ``prepared`` answers the question of ``x``; of another ``kind`` with more tensors and options."""
     if any(getattr(x, name) for name in _OTHERS):
+        return
+    if any(getattr(x, name) is not None for name in _SCALES if name not in TENSORS[x.kind]):
         return
     if len(_known) >= _MOST:
         _known.clear()

@@ -6,6 +6,9 @@
 // up in the page table, one to a lane, a block ahead of their copying. At the end the warps of a block merge in shared
 // memory; the blocks of a tile merge through global memory, by whichever comes last.
 // Up to p.num_splits thread blocks share the keys that the sequence really has.
+//
+// A cache of 8 bits (Config::Cache) is copied as it is and becomes 16 bits in registers, ahead of the products, which
+// is exact. The scale of keys enters with that of the scores, the scale of values with the division of the output.
 #pragma once
 
 #include "kernels/paging.h"
@@ -26,6 +29,7 @@ XATTN_GLOBAL u32 decode_ended[kDecodeQueues * (kDecodeTiles / 4)];
 template <class Arch, class Config>
 struct AttentionDecode {
     using Element = typename Config::Element;
+    using Cache = typename Config::Cache;  // of keys and values: the Element, or of 8 bits
     using Shared = typename Arch::Shared;
 
     static constexpr int kTileM = 16, kTileN = Config::tile_n, kWarps = Config::num_warps, kStages = Config::num_stages;
@@ -34,11 +38,14 @@ struct AttentionDecode {
     static constexpr int kRows = Arch::kRowsPerLane;
 
     using LayoutQ = TileLayout<kTileM, kDim>;
-    using LayoutK = TileLayout<kTileN, kDim>;
-    using LayoutV = TileLayout<kTileN, kDimV>;
+    using LayoutK = TileLayout<kTileN, kDim* int(sizeof(Cache)) / 2>;  // layouts count in 16 bits
+    using LayoutV = TileLayout<kTileN, kDimV* int(sizeof(Cache)) / 2>;
     using S = Scores<Arch, Config, true>;
     using Soft = Softmax<Arch, S, kRows>;
-    using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV>;
+    using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV, Cache>;
+    static constexpr bool kNarrow = State::kNarrow;
+    static constexpr int kChunk = 16 / int(sizeof(Cache));  // elements of the cache that are copied at once
+    static_assert(!kNarrow || !S::kPlain, "the scale of keys, which may be of any sign, is a factor of scores");
 
     static constexpr int kStageBytes = LayoutK::bytes + LayoutV::bytes;
     static constexpr int kRingBytes = kStages * kStageBytes;
@@ -102,8 +109,7 @@ struct AttentionDecode {
         }
         PageTable::Place place = places[kStages - 1];
         const Shared pq = Arch::template rows_pointer<LayoutQ>(shared, 0, lane);
-        Shared pk = Arch::template keys_pointer<LayoutK>(ring, lane);
-        Shared pv = Arch::template values_pointer<LayoutV>(ring + LayoutK::bytes, lane);
+        Shared pk = State::keys_pointer(ring, lane), pv = State::values_pointer(ring + LayoutK::bytes, lane);
         Shared next = ring + (kStages - 1) * kStageBytes;
         Arch::template copy_wait<kStages - 1>();
         Arch::barrier();  // Q is there for all
@@ -113,7 +119,8 @@ struct AttentionDecode {
         s.clear_output();
         if (State::kKeepQ) s.keep_q(pq);
         const s64 query0 = p.cu_seqlens_q ? seq.start_q : s64(t.sequence) * p.seqlen_q;
-        const S scores(p, visible, t.sequence, t.kv_head * ratio, row0, lane, query0);
+        S scores(p, visible, t.sequence, t.kv_head * ratio, row0, lane, query0);
+        if (kNarrow) scores.factor = p.q_scale.of(t.sequence, t.kv_head) * p.k_scale.of(t.sequence, t.kv_head);
 
         s32 stage = 0;
         for (; n < n_end; n += kWarps) {
@@ -159,8 +166,8 @@ struct AttentionDecode {
 
         // `place`: what `find` said of the block.
         XATTN_DEVICE void start(Shared stage, const PageTable::Place& place) const {
-            const u16* k = static_cast<const u16*>(p.k.data) + head * p.k.head_stride;
-            const u16* v = static_cast<const u16*>(p.v.data) + head * p.v.head_stride;
+            const Cache* k = static_cast<const Cache*>(p.k.data) + head * p.k.head_stride;
+            const Cache* v = static_cast<const Cache*>(p.v.data) + head * p.v.head_stride;
             if constexpr (kDim == kDimV) {  // each key is handed over once for both
                 each_chunk<kDim>(place, [&](int row, int col, PageTable::Place at) {
                     copy<LayoutK>(stage, k, p.k, row, col, at, p.head_dim);
@@ -179,19 +186,20 @@ struct AttentionDecode {
         // The lane's chunks of a block of rows of kCols elements.
         template <int kCols, class Act>
         XATTN_DEVICE void each_chunk(const PageTable::Place& place, Act act) const {
-            constexpr int per_row = kCols / 8, chunks = kTileN * per_row, lanes = Arch::kWarpSize;
+            constexpr int per_row = kCols / kChunk, chunks = kTileN * per_row, lanes = Arch::kWarpSize;
             XATTN_UNROLL
             for (int i = 0; i < (chunks + lanes - 1) / lanes; ++i) {
                 const int index = lane + i * lanes, row = min_of(index / per_row, kTileN - 1);
                 const PageTable::Place at{Arch::shuffle(place.page, row), Arch::shuffle(place.slot, row)};
-                if (chunks % lanes == 0 || index < chunks) act(row, index % per_row * 8, at);
+                if (chunks % lanes == 0 || index < chunks) act(row, index % per_row * kChunk, at);
             }
         }
         template <class Layout>
-        XATTN_DEVICE static void copy(Shared tile, const u16* cache, const Operand& x, int row, int col,
+        XATTN_DEVICE static void copy(Shared tile, const Cache* cache, const Operand& x, int row, int col,
                                       PageTable::Place at, s32 cols) {
             const bool valid = at.page >= 0 && col < cols;
-            Arch::copy_async(tile, Layout::chunk_at(row, col), valid ? at.in(cache, x) + col : cache, valid);
+            const u32 target = Layout::chunk_at(row, col * int(sizeof(Cache)) / 2);
+            Arch::copy_async(tile, target, valid ? at.in(cache, x) + col : cache, valid);
         }
     };
 
@@ -206,12 +214,15 @@ struct AttentionDecode {
     XATTN_DEVICE static void copy_q(const ForwardParams& p, const Part& t, const Sequence& seq, s32 row0, s32 rows,
                                     Shared tile, int thread) {
         const u16* q = static_cast<const u16*>(p.q.data);
-        constexpr int per_row = kDim / 8;
+        constexpr int at_once = kNarrow ? 16 : 8, per_row = kDim / at_once;
         for (int index = thread; index < kTileM * per_row; index += kThreads) {
-            const int row = index / per_row, col = index % per_row * 8;
+            const int row = index / per_row, col = index % per_row * at_once;
             const bool valid = row0 + row < rows && col < p.head_dim;
-            Arch::copy_async(tile, LayoutQ::chunk_at(row, col), valid ? q + place(p.q, p, t, seq, row0 + row) + col : q,
-                             valid);
+            const u16* source = valid ? q + place(p.q, p, t, seq, row0 + row) + col : q;
+            if constexpr (kNarrow)
+                Arch::template copy_query<LayoutQ>(tile, row, col, source, valid);
+            else
+                Arch::copy_async(tile, LayoutQ::chunk_at(row, col), source, valid);
         }
     }
 
@@ -219,7 +230,7 @@ struct AttentionDecode {
         XATTN_UNROLL
         for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
         for (int e = 0; e < Arch::kElements; ++e) {
-            const int row = Arch::row_of(lane, Arch::row_slot(e)), col = d * 16 + Arch::col_of(lane, e);
+            const int row = Arch::row_of(lane, Arch::row_slot(e)), col = d * 16 + State::output_col(lane, e);
             Arch::store_float(part + (row * kPitch + col) * 4, s.acc_o[0][d].x[e]);
         }
         XATTN_UNROLL
@@ -346,6 +357,7 @@ struct AttentionDecode {
             if (col < p.head_dim_v) {
                 u16* out = static_cast<u16*>(p.out.data) + place(p.out, p, t, seq, row0 + row) + col;
                 if (inverse == 0.0f) m.x[0] = m.x[1] = m.x[2] = m.x[3] = 0.0f;  // it has no key
+                if (kNarrow && inverse != 0.0f) m.scale(p.v_scale.of(t.sequence, t.kv_head));
                 const u64 low = Arch::template pack<Element>(m.x[0] * inverse, m.x[1] * inverse);
                 const u64 high = Arch::template pack<Element>(m.x[2] * inverse, m.x[3] * inverse);
                 *reinterpret_cast<u64*>(out) = low | high << 32;

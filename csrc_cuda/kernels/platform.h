@@ -30,6 +30,13 @@ struct fp16 {
 struct bf16 {
     u16 bits;
 };
+// 8-bit floats of caches likewise (fp8.h).
+struct e4m3 {
+    u8 bits;
+};
+struct e4m3fnuz {
+    u8 bits;
+};
 
 // 16 bytes, the unit of copies.
 struct alignas(16) Chunk {

@@ -35,6 +35,7 @@ struct Scores {
     const u8* mask_row;   // attn_mask at (sequence, head, 0, 0); a tree at the sequence's first query
     s32 row0;             // the warp's first row
     int lane;
+    float factor = 1.0f;  // of products, beside the scale: where keys have scales, and scores are not plain
 
     // `first_query`: the sequence's first in q, for trees.
     XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence, s32 head, s32 first_row, int lane_,
@@ -55,7 +56,7 @@ struct Scores {
     // Products to scores, where they are not plain.
     XATTN_DEVICE void modify(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
         if (kPlain) return;
-        const float scale = Config::softcap ? p.scale : p.scale * (kUnit * kLn2), cap = p.softcap * (kUnit * kLn2);
+        const float scale = this->scale(), cap = p.softcap * (kUnit * kLn2);
         XATTN_UNROLL
         for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
         for (int e = 0; e < Arch::kElements; ++e) {
@@ -136,6 +137,13 @@ struct Scores {
     }
 
   private:
+    // Of products, in these units. It stays finite with a factor that is, so that 0 times it is 0.
+    XATTN_DEVICE float scale() const {
+        const float most = 3.402823466e38f, scale = (Config::softcap ? p.scale : p.scale * (kUnit * kLn2)) * factor;
+        if (factor == 1.0f || !(factor >= -most && factor <= most)) return scale;
+        return scale > most ? most : scale < -most ? -most : scale;
+    }
+
     template <bool bounded_left>
     XATTN_DEVICE static void mask(Accumulator (&s)[kKeyGroups], const Limits& limits) {
         XATTN_UNROLL

@@ -28,6 +28,9 @@ CAPABILITY = replace(
     forward_call.SHARED_CAPABILITY, vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}), page_size_multiple_of=8
 )
 
+# The decode kernel reads them, whatever the number of queries: TMA would bring 8 bits to where wgmma wants 16.
+FP8_CACHE = forward_call.fp8_cache(CAPABILITY, "fp8_e4m3")
+
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
 
@@ -225,18 +228,17 @@ def _missing(device: Device) -> str:
 
 
 def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
-    dims = problem.head_dim, problem.head_dim_v
     if decode_call.serves(problem, size):
-        return forward_call.plan_config((("kernel", "decode"), *decode_call.NVIDIA.tile(*dims)), problem)
+        return decode_call.decode_config(decode_call.NVIDIA, problem)
     row = tile(problem, size)
-    config = forward_call.plan_config(row.sizes(*dims), problem)
+    config = forward_call.plan_config(row.sizes(problem.head_dim, problem.head_dim_v), problem)
     return (*config, ("measured", row.reason)) if row.reason else config
 
 
 BACKEND = Backend(
     "sm90",
     native=True,
-    capabilities=lambda: (CAPABILITY,),
+    capabilities=lambda: (CAPABILITY, FP8_CACHE),
     prepare=_prepare,
     config=_config,
     missing=_missing,
