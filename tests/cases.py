@@ -215,7 +215,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "attn_mask": ["", "tree"],
         "out": [False, True],
         **SHARED,
-        "dtype": ["fp32", "bf16", "fp16", "fp64", "bf16/e4m3", "fp16/e5m2", "e4m3"],
+        "dtype": ["fp32", "bf16", "fp16", "fp64", "bf16/e4m3", "fp16/e4m3fnuz", "fp16/e5m2", "e4m3"],
     },
 }
 BASE = {
@@ -578,12 +578,36 @@ def values_for(kind: str, target: Target) -> tuple[dict[str, list[Any]], list[Ca
 
 
 def cases(kind: str, target: Target) -> Iterator[Case]:
-    """A pairwise sample of what the target admits, then one case for each value that it refuses."""
+    """A pairwise sample of what the target admits, then one case for each value that it refuses; in paged calls a
+    sample of what it admits of caches of 8 bits, too."""
     able, refused = values_for(kind, target)
     base = _base(kind, target)
     for row in pairwise(able):
         yield replace(base, **row)
     yield from refused
+    if kind == "paged":
+        yield from of_fp8_caches(target)
+
+
+FP8_CACHES = ("bf16/e4m3", "fp16/e4m3", "bf16/e4m3fnuz", "fp16/e4m3fnuz")
+# What meets a cache's dtype or scales; the other values have no more to do with it than with any dtype.
+_OF_FP8 = (
+    *("lengths", "heads", "page_size", "kv_layout", "packed", "attn_mask", "causal", "window", "softmax_scale"),
+    *("softcap", "sinks", "scales", "return_lse", "layout", "spare"),
+)
+
+
+def of_fp8_caches(target: Target, **values: list[Any]) -> Iterator[Case]:
+    """A pairwise sample of what a target admits of caches of 8 bits. ``values`` stand for those of VALUES["paged"]."""
+    base = replace(BASE["paged"], head_dims=(64, 64))
+    dtypes = [dtype for dtype in FP8_CACHES if admitted(replace(base, dtype=dtype), target)]
+    if not dtypes:
+        return
+    base = replace(base, dtype=dtypes[0])
+    asked = {name: VALUES["paged"][name] for name in _OF_FP8} | {"head_dims": [(16, 16), (64, 64), (192, 128)]} | values
+    able = {name: [v for v in found if admitted(replace(base, **{name: v}), target)] for name, found in asked.items()}
+    for row in pairwise(able | {"dtype": dtypes}):
+        yield replace(base, **row)
 
 
 def parametrize(kind: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xattn.backends import cdna, sm80, sm90
+from xattn.decode_call import CACHES
 from xattn.images import ImageSpec
 
 
@@ -17,10 +18,11 @@ def of_config(spec: ImageSpec, lanes: int) -> dict[str, int]:
     decode = "tile_m" not in c  # every warp has all the rows
     rows, keys = 1 if decode else c["tile_m"] // (16 * c["num_warps"]), c["tile_n"] // 16
     dims = [c["head_dim"] // 16, c["head_dim_v"] // 16]
+    at_once = 2 if decode and dict(spec.config)["cache"] in CACHES.values() else 1  # fragments of keys or values
     body = (cdna if spec.arch.startswith("gfx") else sm80).DECODE
     return {
         "products": rows * keys * sum(dims),
-        "fragments": dims[0] * (rows + keys) + keys * dims[1],
+        "fragments": dims[0] * rows + keys * sum(dims) // at_once,
         "shared": body.shared_bytes(spec.config)
         if decode
         else 32 * (c["tile_m"] * max(dims) + c["tile_n"] * sum(dims)),
