@@ -29,8 +29,8 @@ class Case:
     """``new``: new tokens of each sequence, behind ``old`` of them; ``queries``: of each sequence, the newest.
 
     ``rotary``: pairs that are rotated, "i" where they are interleaved; ``tables``: the dtype of cos and sin. ``shift``:
-    elements by which tensors do not lie at multiples of 16 bytes. ``view``: v_cache is a part of k_cache. ``cache``: its
-    dtype, where it has one of its own.
+    elements by which tensors do not lie at multiples of 16 bytes. ``view``: v_cache is a part of k_cache. ``cache``:
+    its dtype, where it has one of its own.
     """
 
     dtype: str = "bf16"

@@ -302,7 +302,7 @@ def attention_paged(
         dense = max_seqlen_q is None and type(q) is Tensor and not q.is_nested and q.dim() > 1
         longest = q.shape[0 if q.dim() == 3 else 1] if dense else 0
         of_scores = (attn_mask, alibi_slopes, sinks, q_scale, k_scale, v_scale)
-        tensors = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, *of_scores)
+        tensors: Any = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, *of_scores)
         options = (causal, window, softmax_scale, softcap, return_lse, backend)
         bounds = (max_seqlen_q or longest, NO_BOUND if max_seqlen_k is None else max_seqlen_k)
         paged = (kv_layout, num_splits, segments.invariant())

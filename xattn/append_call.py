@@ -109,9 +109,10 @@ class AppendBody:
             if dtype not in _ELEMENTS or dtype != element
         ]
         for name in ("k_cache", "v_cache"):
-            if name in tensors and (tensors[name].dtype not in (element, *CACHES) or x.k_cache.dtype != x.v_cache.dtype):
-                allowed = ("the dtype of k_new", *(dtype_name(dtype) for dtype in CACHES))
-                found.append(Refusal("dtype", name, dtype_name(tensors[name].dtype), allowed))
+            dtype = tensors[name].dtype if name in tensors else None
+            if dtype and (dtype not in (element, *CACHES) or x.k_cache.dtype != x.v_cache.dtype):
+                allowed = ("the dtype of k_new", *map(dtype_name, CACHES))
+                found.append(Refusal("dtype", name, dtype_name(dtype), allowed))
         if x.rotary is not None and not x.rotary.cos.dtype == x.rotary.sin.dtype in (torch.float32, element):
             got = f"{dtype_name(x.rotary.cos.dtype)}/{dtype_name(x.rotary.sin.dtype)}"
             found.append(Refusal("dtype", "rotary", got, ("fp32", "the dtype of q")))

@@ -55,6 +55,10 @@ class DecodeBody:
         for d, dv in forward_call.padded_dims(self.tiles):
             for name, chosen in forward_call.variants(paged=True):
                 yield ImageSpec(self.entry, self.fields(("element", name), self.tile(d, dv), chosen), arch)
+        yield from self.narrow_images(arch)
+
+    def narrow_images(self, arch: str) -> Iterator[ImageSpec]:
+        """Those that read caches of 8 bits."""
         cache = self.narrow_cache(arch)
         for d, dv in forward_call.padded_dims(self.narrow_tiles, _NARROW_MULTIPLE):
             for name, chosen in forward_call.variants(paged=True, scaled=True):

@@ -61,7 +61,6 @@ SHARED_CAPABILITY = replace(
 )
 
 
-
 def fp8_cache(capability: Capability, cache: str, archs: frozenset[str] | None = None) -> Capability:
     """What the decode kernel answers of caches of 8 bits, ``cache`` by its name in inputs.DTYPES, on the devices of
     ``capability``, or ``archs`` of them."""

@@ -88,9 +88,9 @@ def test_amd(name, arch, amd_compiler):
 
 # Instructions that make 16-bit elements of a word of 8-bit floats; none: bits and a product (kernels/fp8.h).
 CONVERSIONS = {
-    **{arch: "" for arch in ("sm_80", "sm_86", "gfx90a")},
-    **{arch: "F2FP.F16.E4M3" for arch in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")},
-    **{arch: "v_cvt_pk_f32_fp8" for arch in ("gfx942", "gfx950")},
+    **dict.fromkeys(("sm_80", "sm_86", "gfx90a"), ""),
+    **dict.fromkeys(("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"), "F2FP.F16.E4M3"),
+    **dict.fromkeys(("gfx942", "gfx950"), "v_cvt_pk_f32_fp8"),
 }
 
 

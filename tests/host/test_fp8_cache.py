@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import append_cases
 import cases
+import fp8_codes
 import pytest
 import torch
 from host.emulated_backend import DEVICES
@@ -21,44 +22,10 @@ FORMATS = {"sm80": torch.float8_e4m3fn, "cdna": torch.float8_e4m3fnuz}  # what t
 ELEMENTS = pytest.mark.parametrize("element", [torch.bfloat16, torch.float16], ids=str)
 
 
-def codes(cache: torch.dtype) -> torch.Tensor:
-    """All 256, as (4, 64)."""
-    return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(4, 64).view(cache)
-
-
-def one_key_each(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(pages, table, lengths) of sequences that have one key of one head, a row of ``rows`` each."""
-    pages = torch.zeros(len(rows), 16, 1, rows.shape[1], dtype=torch.uint8).view(rows.dtype)
-    pages.view(torch.uint8)[:, 0, 0] = rows.view(torch.uint8)
-    return pages, torch.arange(len(rows), dtype=torch.int32)[:, None], torch.ones(len(rows), dtype=torch.int32)
-
-
 @ELEMENTS
-def test_every_code_as_a_value(target, element):
-    """Exactly: one key takes all of the softmax."""
-    cache = FORMATS[target.backend]
-    v, table, lengths = one_key_each(codes(cache))
-    q, k = torch.ones(4, 1, 1, 64, dtype=element), torch.zeros_like(v.view(torch.uint8)).view(cache)
-    out = xattn.attention_paged(q, k, v, table, lengths, backend=target.backend)
-    want = codes(cache).float().to(element)
-    assert torch.equal(out[:, 0, 0].isnan(), want.isnan())
-    assert torch.equal(out[:, 0, 0].nan_to_num(), want.nan_to_num())
-
-
-@ELEMENTS
-def test_every_code_as_a_key(target, element):
-    """Exactly, but for what the logarithm rounds: a query of one column each, whose lse is the score."""
-    cache = FORMATS[target.backend]
-    k, table, lengths = one_key_each(codes(cache))
-    q = torch.eye(64, dtype=element)[None, :, None].expand(4, -1, -1, -1).contiguous()
-    v = torch.zeros_like(k.view(torch.uint8)).view(cache)
-    options = {"softmax_scale": 1.0, "return_lse": True, "backend": target.backend}
-    out, lse = xattn.attention_paged(q, k, v, table, lengths, **options)
-    want = codes(cache).float()
-    broken = want.isnan().any(1)  # in a column NaN, in all of its products
-    assert broken.sum() == (2 if cache == torch.float8_e4m3fn else 1)
-    assert lse[broken].isnan().all() and out[broken].isnan().all()
-    torch.testing.assert_close(lse[~broken, 0], want[~broken], rtol=1e-6, atol=0)
+def test_every_code(target, element):
+    fp8_codes.check_values(target.backend, "cpu", FORMATS[target.backend], element)
+    fp8_codes.check_keys(target.backend, "cpu", FORMATS[target.backend], element)
 
 
 @pytest.mark.parametrize("k_scale", [0.37, -2.0, 0.0, 1e-30, 1e30, math.nan])
@@ -140,7 +107,9 @@ def test_a_step_is_two_launches_and_not_planned_again(target, monkeypatch):
 
     monkeypatch.setattr(launch._chosen[""], "prepare", prepare)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    case = append_cases.Case(cache=str(cache).removeprefix("torch.float8_"), scales="per head", rotary="16", dims=(64, 64))
+    case = append_cases.Case(
+        cache=str(cache).removeprefix("torch.float8_"), scales="per head", rotary="16", dims=(64, 64)
+    )
     found = []
     for backend, expected in (
         (target.backend, ["xattn_append", "xattn_decode"]),

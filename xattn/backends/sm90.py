@@ -216,6 +216,7 @@ def _images(arch: str) -> Iterator[ImageSpec]:
                     plain = not paged and _is_plain(tuple(c for c in chosen if c[0] != "any_scale"))
                     if plain or not row.plain:
                         yield ImageSpec(_ENTRY, _fields(("element", name), row.sizes(d, dv), paged, chosen), arch)
+    yield from decode_call.NVIDIA.narrow_images(_ARCH)  # jit.choose takes them before PTX, which widens by other means
 
 
 def _too_large(problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
