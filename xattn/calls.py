@@ -95,7 +95,7 @@ def repeated(
 ) -> Any:
     """The result of a call that came before, or None: the short way for arguments of just the usual types.
 
-    Args: ``tensors`` as inputs.TENSORS lists them; ``options``: causal, window, softmax_scale, softcap, return_lse,
+    Args: ``tensors`` as ``repeats.answer`` takes them; ``options``: causal, window, softmax_scale, softcap, return_lse,
     backend; ``longest``: the max_seqlens; ``paged``: kv_layout, num_splits, batch_invariant.
     """
     q = tensors[0]

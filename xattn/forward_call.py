@@ -228,7 +228,7 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
     mask = "none"
     if x.attn_mask is not None:
         t = x.attn_mask
-        if t.dtype != torch.bool and t.dtype not in (q.dtype, torch.float32):
+        if t.dtype not in (torch.bool, torch.float32, torch.bfloat16 if q.element_size() == 1 else q.dtype):
             t = _narrowed(t)
         mask = "boolean" if t.dtype == torch.bool else "added32" if t.dtype == torch.float32 else "added16"
         mask = "tree" if paged else mask
@@ -272,9 +272,11 @@ def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none
     return (("any_scale", any_scale and plain), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
 
 
-def variants(paged: bool = False, scaled: bool = False) -> Iterator[tuple[str, Fields]]:
+def variants(
+    paged: bool = False, scaled: bool = False, elements: tuple[str, ...] = _ELEMENTS
+) -> Iterator[tuple[str, Fields]]:
     """(element, switches) of every image of a tile."""
-    for element in _ELEMENTS:
+    for element in elements:
         if not scaled:
             yield element, _switches(any_scale=True)
         for softcap, alibi, mask in product((False, True), (False, True), _PAGED_MASKS if paged else _MASKS):
@@ -282,7 +284,7 @@ def variants(paged: bool = False, scaled: bool = False) -> Iterator[tuple[str, F
 
 
 def element(x: Inputs) -> tuple[str, str]:
-    return ("element", "fp16" if x.q.dtype == torch.float16 else "bf16")
+    return ("element", {torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}.get(x.q.dtype, "bf16"))
 
 
 def choose(entry: str, fields: Fields, arch: str) -> tuple[Image, Callable[[Image], Image]]:

@@ -69,12 +69,16 @@ _NOT_DIFFERENTIABLE = (
 
 
 # The tensors of a call that native kernels read, in the order in which they are handed to a launch.
+_SCALES = ("q_scale", "k_scale", "v_scale")
 TENSORS = {
-    "attention": ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
-    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
+    "attention": ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "seqused_k", *_SCALES),
+    "varlen": (
+        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
+        *_SCALES,
+    ),
     "paged": (
         *("q", "k", "v", "cu_seqlens_q", "page_table", "seqlens_k", "attn_mask", "alibi_slopes", "sinks"),
-        *("q_scale", "k_scale", "v_scale"),
+        *_SCALES,
     ),
 }
 

@@ -33,7 +33,6 @@ OPTIONS = (
     "batch_invariant",
 )
 _OTHERS = ("dropout_p", "score_mod", "mask_mod", "epilogue", "out_dtype")
-_SCALES = ("q_scale", "k_scale", "v_scale")  # tensors of paged calls only
 
 _MOST = 4096
 _known: dict[tuple, Prepared] = {}
@@ -46,7 +45,8 @@ modes = torch._C._len_torch_dispatch_stack
 def answer(kind: str, tensors: tuple[Any, ...], options: tuple) -> list[Tensor] | None:
     """The outputs of a call that came before; None where it did not, or has to be planned.
 
-    Args: ``tensors`` in the order of inputs.TENSORS[kind], ``options`` in that of OPTIONS.
+    Args: ``tensors`` in the order of inputs.TENSORS[kind], of calls that are not paged without the scales where there
+    are none; ``options`` in that of OPTIONS.
     """
     grad = torch.is_grad_enabled()
     inputs = []
@@ -102,11 +102,12 @@ def remember(
     """From now on ``prepared`` answers the question of ``x``; of another ``kind`` with more tensors and options."""
     if any(getattr(x, name) for name in _OTHERS):
         return
-    if any(getattr(x, name) is not None for name in _SCALES if name not in TENSORS[x.kind]):
-        return
     if len(_known) >= _MOST:
         _known.clear()
-    tensors = (*(getattr(x, name) for name in TENSORS[x.kind]), *new)
+    names = TENSORS[x.kind]
+    if x.kind != "paged" and all(getattr(x, name) is None for name in names[-3:]):
+        names = names[:-3]  # without scales, which are the last ones
+    tensors = (*(getattr(x, name) for name in names), *new)
     _known[_question(kind or x.kind, tensors, (*(getattr(x, name) for name in OPTIONS), *options))] = prepared
 
 

@@ -18,6 +18,33 @@ namespace xattn {
 
 enum class Mask { none, boolean, added16, added32, tree };
 
+// The scale of plain scores where it is not the launch's.
+struct Factor {
+    float scale;
+};
+
+// How large the weights of a row become, in powers of 2: its reference moves where a score exceeds it by more than
+// `slack`, and all weights are 2^lift times as large, which the division by their sum takes back. An 8-bit weight, of
+// 2^-9 to 448, holds small ones then.
+template <class Element>
+struct WeightRange {
+    static constexpr float slack = 8.0f, lift = 0.0f;
+};
+template <>
+struct WeightRange<e4m3> {
+    static constexpr float slack = 2.0f, lift = 6.0f;
+};
+
+// What results are rounded to, and 16-bit masks hold, beside elements of q.
+template <class Element>
+struct WideOf {
+    using Type = Element;
+};
+template <>
+struct WideOf<e4m3> {
+    using Type = bf16;
+};
+
 template <class Arch, class Config, bool kPackHeads = false>
 struct Scores {
     static constexpr bool kPlain =
@@ -25,6 +52,8 @@ struct Scores {
     static constexpr bool kAdded = Config::attn_mask == Mask::added16 || Config::attn_mask == Mask::added32;
     static constexpr float kUnit = kAdded ? 1.0f : kLog2e;    // a natural logarithm in these units
     static constexpr float kToLog2 = kAdded ? kLog2e : 1.0f;  // these units in log2
+    static constexpr float kSlack = WeightRange<typename Config::Element>::slack / kToLog2,
+                           kLift = WeightRange<typename Config::Element>::lift / kToLog2;
     static constexpr int kKeyGroups = Config::tile_n / 16;
     using Accumulator = typename Arch::Accumulator;
 
@@ -106,15 +135,17 @@ struct Scores {
         mask(p, s, limits(p, visible, Arch::fresh(row0) + group * 16, lane, key0));
     }
 
-    // The largest products of rows as scores.
-    XATTN_DEVICE static void to_scores(const ForwardParams& p, float (&largest)[Arch::kRowsPerLane]) {
+    // The largest products of rows as scores. Here and below, `p` is what has the scale: ForwardParams or Factor.
+    template <class Params>
+    XATTN_DEVICE static void to_scores(const Params& p, float (&largest)[Arch::kRowsPerLane]) {
         if (!kPlain) return;
         XATTN_UNROLL
         for (int r = 0; r < Arch::kRowsPerLane; ++r) largest[r] *= p.scale;
     }
 
     // A key's weight relative to its row's reference.
-    XATTN_DEVICE static float weight(const ForwardParams& p, float s, float base) {
+    template <class Params>
+    XATTN_DEVICE static float weight(const Params& p, float s, float base) {
         return kPlain ? Arch::exp2(Arch::fma(s, p.scale, -base)) : exponential(s - base);
     }
     XATTN_DEVICE static float exponential(float difference) { return Arch::exp2(difference * kToLog2); }
@@ -168,7 +199,8 @@ struct Scores {
         const u8* at = mask_row + (row * p.mask_row_stride + key * p.mask_col_stride) * kMaskBytes;
         if (Config::attn_mask == Mask::boolean) return *at ? x : -Arch::infinity();
         const float added = Config::attn_mask == Mask::added16
-                                ? Arch::template to_float<typename Config::Element>(*reinterpret_cast<const u16*>(at))
+                                ? Arch::template to_float<typename WideOf<typename Config::Element>::Type>(
+                                      *reinterpret_cast<const u16*>(at))
                                 : *reinterpret_cast<const float*>(at);
         return added == -Arch::infinity() ? added : x + added;  // it hides NaN, too
     }
