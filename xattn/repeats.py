@@ -104,11 +104,15 @@ def remember(
         return
     if len(_known) >= _MOST:
         _known.clear()
-    names = TENSORS[x.kind]
-    if x.kind != "paged" and all(getattr(x, name) is None for name in names[-3:]):
-        names = names[:-3]  # without scales, which are the last ones
-    tensors = (*(getattr(x, name) for name in names), *new)
+    tensors = (*asked(x), *new)
     _known[_question(kind or x.kind, tensors, (*(getattr(x, name) for name in OPTIONS), *options))] = prepared
+
+
+def asked(x: Inputs) -> tuple[Tensor | None, ...]:
+    """The tensors of a question."""
+    tensors = tuple(getattr(x, name) for name in TENSORS[x.kind])
+    # The scales are the last ones: where there are none, a dense or packed call is not kept up by them.
+    return tensors if x.kind == "paged" or any(t is not None for t in tensors[-3:]) else tensors[:-3]
 
 
 def forget() -> None:

@@ -9,10 +9,12 @@ from xattn.images import ImageSpec
 
 def of_config(spec: ImageSpec, lanes: int) -> dict[str, int]:
     """What the body of a configuration must hold, its loops unrolled: 16 x 16 x 16 products of a warp (Hopper's: of a
-    warpgroup), fragments read from shared memory, bytes of shared memory."""
+    warpgroup; of 8-bit floats twice as deep), fragments read from shared memory, bytes of shared memory."""
     c = {name: int(value) for name, value in spec.config if not isinstance(value, str)}
     if "num_warpgroups" in c:  # Hopper's: operands come from shared memory as they are; one warpgroup more copies
         products = 4 * (c["tile_n"] // 16) * ((c["head_dim"] + c["head_dim_v"]) // 16)
+        if dict(spec.config)["element"] == "e4m3":
+            products //= 2
         threads = 4 * lanes * (c["num_warpgroups"] + 1)
         return {"products": products, "fragments": 0, "shared": sm90.shared_bytes(spec.config), "threads": threads}
     decode = "tile_m" not in c  # every warp has all the rows

@@ -32,7 +32,9 @@ def test_generated_cases(target, kind):
 @pytest.mark.timeout(900)
 def test_generated_cases_of_fp8_caches(target):
     done = 0
-    for case in cases.of_fp8_caches(target, heads=[(2, 1), (1, 3), (1, 12)], head_dims=[(16, 16), (64, 64), (48, 80)]):
+    for case in cases.of_fp8(
+        "paged", target, heads=[(2, 1), (1, 3), (1, 12)], head_dims=[(16, 16), (64, 64), (48, 80)]
+    ):
         try:
             cases.check(cases.make(case, "cpu"), target)
         except AssertionError as error:

@@ -86,13 +86,12 @@ TILES = (
 )  # fmt: skip
 # Of 8-bit elements, whose products are half as long: more keys to a block.
 NARROW_TILES = (
-    Tile(64, 160, 3, 2, False, 2, plain=True),
+    Tile(64, 192, 2, 2, True, 1, plain=True),
     Tile(64, 128, 2, 3, True, 1),
     Tile(96, 128, 2, 2, True, 1),
-    Tile(128, 224, 2, 2, True, 1, plain=True),
+    Tile(128, 192, 2, 2, False, 1, plain=True),
     Tile(128, 128, 2, 2, True, 1),
     Tile(192, 128, 2, 2, False, 1),
-    Tile(256, 128, 2, 2, False, 1, plain=True),
     Tile(256, 96, 2, 2, False, 1),
 )
 _WORKS = 4  # kWorks, and the bytes of a Work and its two barriers

@@ -14,8 +14,8 @@
 // next block runs while P V does. This goes on across tiles: the step that issues the last P V of a tile issues the
 // first Q K^T of the next, and the tile's output is stored behind it. So the tensor cores see no seam.
 //
-// 8-bit elements. V goes through two warps more on its way to the consumers (transpose.h), and a tile has factors for its
-// scores and its output, which its Work holds. The rest counts in bytes: 32 of a row are a product's.
+// 8-bit elements. V goes through two warps more on its way to the consumers (transpose.h), and a tile has factors for
+// its scores and its output, which its Work holds. The rest counts in bytes: 32 of a row are a product's.
 //
 // Registers of a consumer lane: kDimV / 2 for O, kTileN / 2 for S and its weights, kTileN / 4 for P, kDim / 4 for Q
 // where it is kept. What a tile is, is read from its Work again where it is needed, and costs none.
@@ -252,8 +252,7 @@ struct Sm90Forward {
             XATTN_UNROLL
             for (u32 c = 0; c < panels; ++c) {
                 if (Config::paged)
-                    tma_load(target + c * kPanelK + row * 128, map, full, column(c), piece.slot, keys.head,
-                             piece.page);
+                    tma_load(target + c * kPanelK + row * 128, map, full, column(c), piece.slot, keys.head, piece.page);
                 else
                     tma_load(target + c * kPanelK, map, full, column(c), keys.row + n * kTileN, keys.head,
                              keys.sequence);
@@ -288,7 +287,8 @@ struct Sm90Forward {
         OperandA weights[kProductsV];
         OperandA q[Config::keep_q ? kProductsQ : 1];
         Soft soft;
-        float tile_scale;  // of the scores of the tile whose softmax is under way: all scales in one, or those of q and k
+        float
+            tile_scale;  // of the scores of the tile whose softmax is under way: all scales in one, or those of q and k
 
         XATTN_DEVICE Consumer(const ForwardParams& params, const Buffers& b, int warpgroup)
             : p(params), buffers(b), group(warpgroup) {}
@@ -384,7 +384,8 @@ struct Sm90Forward {
             works.next();
             return true;
         }
-        // A scale of size from 2^-100 to the largest float: one of 0 makes scores that differ by nothing, and NaN stays.
+        // A scale of size from 2^-100 to the largest float: one of 0 makes scores that differ by nothing, and NaN
+        // stays.
         XATTN_DEVICE static float tamed(float scale) {
             const float size = scale < 0.0f ? -scale : scale, most = 3.402823466e38f, least = 7.888609052e-31f;
             const float within = size > most ? most : size < least ? least : size;
@@ -552,7 +553,7 @@ struct Sm90Forward {
                 const Work::Rows rows = Work::Rows::at(at);
                 const s32 start = Work::Start::at(at).row_q - rows.row0;
                 S scores(p, Work::Keys::at(at).visible(p), rows.sequence, rows.head, first_row(rows), lane(),
-                               p.cu_seqlens_q ? start : s64(rows.sequence) * p.seqlen_q);
+                         p.cu_seqlens_q ? start : s64(rows.sequence) * p.seqlen_q);
                 if (kNarrow) scores.factor = tile_scale;
                 scores.modify(acc_s, 0, n * kTileN);
             } else if (kNarrow && XATTN_RARELY(tile_scale < 0.0f)) {
@@ -649,9 +650,7 @@ struct Sm90Forward {
         }
 
         // Two elements. A row without a key is 0, whatever the values of keys that it does not see.
-        XATTN_DEVICE static u32 output(const float* x, float inverse) {
-            return output(x[0], x[1], inverse);
-        }
+        XATTN_DEVICE static u32 output(const float* x, float inverse) { return output(x[0], x[1], inverse); }
         XATTN_DEVICE static u32 output(float a, float b, float inverse) {
             const u32 pair = IsaSm80::pack(OutputElement{}, a * inverse, b * inverse);
             return inverse == 0.0f ? 0 : pair;
@@ -690,8 +689,9 @@ struct Sm90Forward {
                         XATTN_UNROLL
                         for (int r = 0; r < 2; ++r) {
                             const Four x = four(4 * first + g, r, inverse);
-                            store_shared(at + g / 4 * kPanelQ + Arch::row_of(lane, r) * 128 + chunk * 16 + (lane & 1) * 8,
-                                         x.low, x.high);
+                            store_shared(
+                                at + g / 4 * kPanelQ + Arch::row_of(lane, r) * 128 + chunk * 16 + (lane & 1) * 8, x.low,
+                                x.high);
                         }
                         continue;
                     }

@@ -1,11 +1,12 @@
-// V of 8 bits, turned. wgmma wants 8-bit operands with their sums along rows, and V's are along columns: two warps of the
-// giving warpgroup turn every block that TMA has brought, from one ring of buffers into another, which consumers read.
+// V of 8 bits, turned. wgmma wants 8-bit operands with their sums along rows, and V's are along columns: two warps of
+// the giving warpgroup turn every block that TMA has brought, from one ring of buffers into another, which consumers
+// read.
 //
 // What comes out, in panels of 128 keys, swizzled by 128 bytes: row 16 a + j holds channel 16 a + 2 j, row 16 a + 8 + j
 // channel 16 a + 2 j + 1 (j < 8); of each 16 keys, byte 4 t + i of a row is key 2 t + i for i < 2, else 8 + 2 t + i - 2
-// (t < 4). Both orders are what ldmatrix.trans and two byte permutations give; the keys' is that in which weights lie in
-// an accumulator, and the channels' gives a lane four that follow each other. Neither ldmatrix nor stmatrix meets a bank
-// twice.
+// (t < 4). Both orders are what ldmatrix.trans and two byte permutations give; the keys' is that in which weights lie
+// in an accumulator, and the channels' gives a lane four that follow each other. Neither ldmatrix nor stmatrix meets a
+// bank twice.
 #pragma once
 
 #include "arch/sm90/tiles.h"

@@ -91,23 +91,21 @@ struct Wgmma;
         }                                                                                                    \
     };
 // The same in 8-bit elements.
-#define XATTN_WGMMA_NARROW(N, TEXT, ACCUMULATORS, A0, A1, A2, A3, A4, A5)                                   \
-    template <>                                                                                             \
-    struct Wgmma<e4m3, N> {                                                                                 \
-        XATTN_DEVICE static void ss(Accumulator (&d)[N / 16], Matrix a, Matrix b, s32 add) {                \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A2                                             \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TEXT "}, " A0   \
-                         ", " A1 ", p, 1, 1;\n}"                                                            \
-                         : ACCUMULATORS                                                                     \
-                         : "l"(a.descriptor), "l"(b.descriptor), "r"(add));                                 \
-        }                                                                                                   \
-        XATTN_DEVICE static void rs(Accumulator (&d)[N / 16], const OperandA& a, Matrix b, s32 add) {       \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A5                                             \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TEXT "}, {" A0  \
-                         ", " A1 ", " A2 ", " A3 "}, " A4 ", p, 1, 1;\n}"                                   \
-                         : ACCUMULATORS                                                                     \
-                         : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b.descriptor), "r"(add)); \
-        }                                                                                                   \
+#define XATTN_WGMMA_NARROW(N, TEXT, ACCUMULATORS, A0, A1, A2, A3, A4, A5)                                      \
+    template <>                                                                                                \
+    struct Wgmma<e4m3, N> {                                                                                    \
+        XATTN_DEVICE static void ss(Accumulator (&d)[N / 16], Matrix a, Matrix b, s32 add) {                   \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N   \
+                         "k32.f32.e4m3.e4m3 {" TEXT "}, " A0 ", " A1 ", p, 1, 1;\n}"                           \
+                         : ACCUMULATORS                                                                        \
+                         : "l"(a.descriptor), "l"(b.descriptor), "r"(add));                                    \
+        }                                                                                                      \
+        XATTN_DEVICE static void rs(Accumulator (&d)[N / 16], const OperandA& a, Matrix b, s32 add) {          \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N   \
+                         "k32.f32.e4m3.e4m3 {" TEXT "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4 ", p, 1, 1;\n}" \
+                         : ACCUMULATORS                                                                        \
+                         : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b.descriptor), "r"(add));   \
+        }                                                                                                      \
     };
 #define XATTN_TRANSPOSED_64 "38"
 #define XATTN_TRANSPOSED_80 "46"
