@@ -1,9 +1,9 @@
 // Attention forward on Hopper: TMA feeds shared memory, wgmma multiplies, warps are specialised.
 //
 // Roles. Warpgroup 0 gives: its first warp finds tiles and writes them into a ring (tiles.h); one lane of its second
-// reads them and issues TMA into rings of kStages buffers for K and for V, and kQueries for Q; of a paged cache all of
-// its lanes do, each for a piece of a block that lies in one page. The other warpgroups consume: each owns 64 query
-// rows of the tile. Registers are handed over accordingly.
+// reads them and issues TMA into rings of kStages buffers for K and for V, and kQueries for Q; of a paged cache all
+// lanes of two warps do, each for a piece of a block that lies in one page. The other warpgroups consume: each owns 64
+// query rows of the tile. Registers are handed over accordingly.
 //
 // Who waits for whom. full[stage] ends when TMA has delivered a block; empty[stage] when every consumer warp has said
 // that it has read it. Q is copied to registers where they suffice (Config::keep_q) and its buffer is free at once.
@@ -56,7 +56,7 @@ struct Sm90Forward {
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kWidth = sizeof(Element);
     static constexpr bool kNarrow = kWidth == 1;
-    static constexpr int kTransposers = kNarrow ? 2 : 0;
+    static constexpr int kLoaders = Config::paged ? 2 : 1, kTransposers = kNarrow ? 2 : 0;  // warps
     static constexpr int kPanels = (kDim * kWidth + 127) / 128, kPanelsV = (kDimV * kWidth + 127) / 128,
                          kPanelsOut = (kDimV + 63) / 64;
     static constexpr int kKeyGroups = kTileN / 16, kDimGroups = kDimV / 16;
@@ -120,7 +120,7 @@ struct Sm90Forward {
         const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
         if (thread == 0) {
             for (u32 s = 0; s < kWorks; ++s)
-                buffers.work_full(s).init(1), buffers.work_empty(s).init(4 * kConsumers + 1 + kTransposers);
+                buffers.work_full(s).init(1), buffers.work_empty(s).init(4 * kConsumers + kLoaders + kTransposers);
             for (u32 s = 0; s < kQueries; ++s) buffers.q_full(s).init(1), buffers.q_empty(s).init(4 * kConsumers);
             for (u32 s = 0; s < kStages; ++s) {
                 buffers.k_full(s).init(1), buffers.k_empty(s).init(4 * kConsumers);
@@ -136,7 +136,11 @@ struct Sm90Forward {
                 TileFinder<kTileM, kTileN, kWorks, kNarrow>{params.p,     buffers.work(0), buffers.work_full(0).address,
                                                             params.tiles, params.queue,    thread}
                     .run();
-            } else if (warp == 1 && (Config::paged || elected())) {
+            } else if (Config::paged && warp == 1) {
+                Loader(params, buffers, thread % 32).template run_paged<false>();
+            } else if (Config::paged && warp == 2) {
+                Loader(params, buffers, thread % 32).template run_paged<true>();
+            } else if (!Config::paged && warp == 1 && elected()) {
                 Loader(params, buffers, thread % 32).run();
             } else if (kNarrow && warp >= 2) {
                 Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
@@ -148,7 +152,7 @@ struct Sm90Forward {
         }
     }
 
-    // ---------------------------------------------------------------- the loader: one lane, or of a paged cache 32
+    // ---------------------------------------------------------------- the loader: one lane, or of a paged cache 64
     struct Loader {
         const Sm90Params& params;
         const Buffers buffers;
@@ -156,10 +160,15 @@ struct Sm90Forward {
         Ring<kWorks> works;
         Ring<kQueries> q{1};
         Ring<kStages> k{1}, v{1};
+        u32 loaded = 0;  // tiles
 
         // Where a sequence's keys are for a tile's head.
         struct Keys {
             s32 row, head, sequence, seqlen_k;
+        };
+        struct Tile {
+            s32 row_q, head, sequence, n_first, n_last;
+            Keys keys;
         };
         // Of a paged cache, where this lane's piece of a block is; the page behind the last one reads as 0.
         struct Piece {
@@ -168,47 +177,73 @@ struct Sm90Forward {
 
         XATTN_DEVICE Loader(const Sm90Params& ps, const Buffers& b, int lane_) : params(ps), buffers(b), lane(lane_) {}
 
+        // Of tensors: one lane loads all.
         XATTN_DEVICE void run() {
-            if (leads()) tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
+            tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
             // Of the tile before, the block whose V is loaded behind the first K of this one.
             Keys keys_before;
-            Piece piece_before;
             s32 pending = -1;
-            // Of a Work the loader says that it is done only when it has loaded this many tiles more: the later a tile
-            // is taken, the better tiles are spread at the end. Finding a short one must not be waited for.
-            const u32 lag = params.p.cu_seqlens_q ? 0 : kWorks - 1;
-            u32 loaded = 0;
-            for (;;) {
-                buffers.work_full(works.stage()).wait(works.parity());
-                const u32 at = buffers.work(works.stage());
-                const Work::Rows rows = Work::Rows::at(at);
-                if (rows.rows == Work::kEnd) break;
-                const typename Work::Keys range = Work::Keys::at(at);
-                const Work::Start start = Work::Start::at(at);
-                works.next();
-                const Keys keys{start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
-                                params.p.cu_seqlens_k ? 0 : rows.sequence, range.seqlen_k};
-                Piece piece = find(keys, range.n_last), next = find(keys, max_of(range.n_last - 1, range.n_first));
+            for (Tile tile; next(tile);) {
+                const Keys& keys = tile.keys;
                 // A single Q that is read to the end is free too late for V to wait behind it.
                 constexpr bool v_first = kQueries == 1 && !Config::keep_q;
-                if (v_first && pending >= 0) load_v(keys_before, pending, piece_before);
-                load_q(start.row_q, rows.head, params.p.cu_seqlens_q ? 0 : rows.sequence);
-                load_k(keys, range.n_last, piece);
-                if (!v_first && pending >= 0) load_v(keys_before, pending, piece_before);
-                for (s32 n = range.n_last - 1; n >= range.n_first; --n) {
-                    const Piece ahead = find(keys, max_of(n - 1, range.n_first));
-                    load_k(keys, n, next), load_v(keys, n + 1, piece);
-                    piece = next, next = ahead;
-                }
-                keys_before = keys, piece_before = piece, pending = range.n_first;
-                if (leads() && loaded >= lag) buffers.work_empty((loaded - lag) % kWorks).arrive();
-                ++loaded;
+                if (v_first && pending >= 0) load_v(keys_before, pending, {});
+                load_q(tile);
+                load_k(keys, tile.n_last, {});
+                if (!v_first && pending >= 0) load_v(keys_before, pending, {});
+                for (s32 n = tile.n_last - 1; n >= tile.n_first; --n) load_k(keys, n, {}), load_v(keys, n + 1, {});
+                keys_before = keys, pending = tile.n_first;
+                release();
             }
-            if (pending >= 0) load_v(keys_before, pending, piece_before);
+            if (pending >= 0) load_v(keys_before, pending, {});
+        }
+        // Of a paged cache: a warp loads Q and K, another V, as a box for every page takes a warp's time.
+        template <bool values>
+        XATTN_DEVICE void run_paged() {
+            if (leads()) tma_prefetch(&params.q), tma_prefetch(values ? &params.v : &params.k);
+            for (Tile tile; next(tile);) {
+                Piece piece = find(tile.keys, tile.n_last);
+                if (!values) load_q(tile);
+                for (s32 n = tile.n_last; n >= tile.n_first; --n) {
+                    const Piece ahead = find(tile.keys, max_of(n - 1, tile.n_first));
+                    if (values)
+                        load_v(tile.keys, n, piece);
+                    else
+                        load_k(tile.keys, n, piece);
+                    piece = ahead;
+                }
+                release();
+            }
         }
 
       private:
         XATTN_DEVICE bool leads() const { return !Config::paged || lane == 0; }
+
+        // The next tile; false where there is none.
+        XATTN_DEVICE bool next(Tile& tile) {
+            buffers.work_full(works.stage()).wait(works.parity());
+            const u32 at = buffers.work(works.stage());
+            const Work::Rows rows = Work::Rows::at(at);
+            if (rows.rows == Work::kEnd) return false;
+            const typename Work::Keys range = Work::Keys::at(at);
+            const Work::Start start = Work::Start::at(at);
+            works.next();
+            tile = {start.row_q,
+                    rows.head,
+                    params.p.cu_seqlens_q ? 0 : rows.sequence,
+                    range.n_first,
+                    range.n_last,
+                    {start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
+                     params.p.cu_seqlens_k ? 0 : rows.sequence, range.seqlen_k}};
+            return true;
+        }
+        // The tile's loads are issued. The loader says so of a Work only when it has loaded some tiles more: the later
+        // a tile is taken, the better tiles are spread at the end. Finding a short one must not be waited for.
+        XATTN_DEVICE void release() {
+            const u32 lag = params.p.cu_seqlens_q ? 0 : kWorks - 1;
+            if (leads() && loaded >= lag) buffers.work_empty((loaded - lag) % kWorks).arrive();
+            ++loaded;
+        }
         XATTN_DEVICE static s32 column(u32 panel) { return s32(panel * (128 / kWidth)); }
 
         // Asked a block ahead: the page table is far away.
@@ -219,14 +254,15 @@ struct Sm90Forward {
             if (row < kTileN && position < keys.seqlen_k) place = PageTable::of(params.p, keys.sequence).at(position);
             return {place.page < 0 ? params.p.num_pages : place.page, place.slot};
         }
-        XATTN_DEVICE void load_q(s32 row, s32 head, s32 sequence) {
+        XATTN_DEVICE void load_q(const Tile& tile) {
             const Barrier full = buffers.q_full(q.stage());
             buffers.q_empty(q.stage()).wait(q.parity());
             if (leads()) {
                 full.arrive_and_expect(kBytesQ);
                 XATTN_UNROLL
                 for (u32 c = 0; c < kPanels; ++c)
-                    tma_load(buffers.q(q.stage()) + c * kPanelQ, &params.q, full, column(c), row, head, sequence);
+                    tma_load(buffers.q(q.stage()) + c * kPanelQ, &params.q, full, column(c), tile.row_q, tile.head,
+                             tile.sequence);
             }
             q.next();
         }
