@@ -14,8 +14,8 @@ from host.emulated_backend import DEVICES
 
 import xattn
 from xattn import appends, dispatch, launch, status
-from xattn.decode_call import CACHES
 from xattn.device import from_arch
+from xattn.forward_call import CACHES
 from xattn.status import CODES
 
 FORMATS = {"sm80": torch.float8_e4m3fn, "cdna": torch.float8_e4m3fnuz}  # what the devices of the targets read
