@@ -334,7 +334,6 @@ class NewStates:
             max_seqlen_k=step.longest,
             **options,
         )
-        assert isinstance(out, Tensor)
         step.attended.add(self._layer)
         if step.rows is None:
             return out
