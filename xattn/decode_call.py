@@ -66,8 +66,10 @@ class DecodeBody:
     def shared_bytes(self, fields: Fields) -> int:
         """kSharedBytes of attention_decode.h."""
         c = {name: int(value) for name, value in fields if not isinstance(value, str)}
-        size = 1 if dict(fields)["cache"] in CACHES.values() else 2
+        narrow = dict(fields)["cache"] in CACHES.values()
+        size = 1 if narrow else 2
         rings = c["num_warps"] * c["num_stages"] * c["tile_n"] * (c["head_dim"] + c["head_dim_v"]) * size
+        rings += 4 * TILE_M if narrow else 0
         parts = c["num_warps"] * 4 * TILE_M * (c["head_dim_v"] + 6) + 16
         return max(2 * TILE_M * c["head_dim"] + rings, parts)
 
