@@ -357,7 +357,8 @@ def attention_paged(
             of a sequence stands at position length - seqlen_q + i, where length counts its tokens, the new ones
             included: that is its q_idx.
         k_cache, v_cache: (num_pages, page_size, heads_kv, head_dim) for kv_layout "NHD", (num_pages, heads_kv,
-            page_size, head_dim) for "HND", any strides; v_cache may be a view of k_cache.
+            page_size, head_dim) for "HND", any strides; v_cache may be a view of k_cache. fp8 under a q in bf16, fp16
+            or fp32, with scales; native kernels read e4m3, on gfx942 e4m3fnuz, under bf16 and fp16.
         page_table: (batch, max_pages), int32 or int64: the pages of each sequence; what stands behind its length is
             never looked at.
         seqlens_k: (batch,), int32 or int64: tokens in the cache before the call. It is not modified.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import forward_call, status
 from .capability import Refusal
-from .decode_call import CACHES
 from .device import of as device_of
+from .forward_call import CACHES
 from .images import ImageSpec
 from .inputs import dtype_name, present
 from .kernel_call import Call, Output, Shape, slot

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import forward_call
 from .device import of as device_of
-from .forward_call import Fields, ForwardBody, Tiles
+from .forward_call import CACHES, Fields, ForwardBody, Tiles
 from .images import ImageSpec
 from .inputs import FP8, Inputs
 from .kernel_call import Call, Output, Shape, slot
@@ -22,8 +22,6 @@ _TILE_NAMES = ("tile_n", "num_warps", "num_stages", "min_blocks")
 _MOST_ROWS = 64  # queries times heads that share a key head: more go to the forward body
 # kDecodeTiles and kDecodeSplits of attention_decode.h.
 _SPLIT_TILES, _MOST_SPLITS = 512, 128
-# Caches of 8 bits, as kernels name them.
-CACHES = {torch.float8_e4m3fn: "e4m3", torch.float8_e4m3fnuz: "e4m3fnuz"}
 _NARROW_MULTIPLE = 64  # of head dimensions: rows of a tile are halves of 64 or 128 bytes
 
 
@@ -68,8 +66,10 @@ class DecodeBody:
     def shared_bytes(self, fields: Fields) -> int:
         """kSharedBytes of attention_decode.h."""
         c = {name: int(value) for name, value in fields if not isinstance(value, str)}
-        size = 1 if dict(fields)["cache"] in CACHES.values() else 2
+        narrow = dict(fields)["cache"] in CACHES.values()
+        size = 1 if narrow else 2
         rings = c["num_warps"] * c["num_stages"] * c["tile_n"] * (c["head_dim"] + c["head_dim_v"]) * size
+        rings += 4 * TILE_M if narrow else 0
         parts = c["num_warps"] * 4 * TILE_M * (c["head_dim_v"] + 6) + 16
         return max(2 * TILE_M * c["head_dim"] + rings, parts)
 

@@ -26,6 +26,7 @@ _PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi", "seqlens_k": "seqused_k
 # Values that only the device can see, by their bits in index64.
 _INDEX_BITS = {"cu_seqlens_q": 0, "cu_seqlens_k": 1, "seqused_k": 2, "seqlens_k": 2, "page_table": 3}
 _ELEMENTS = ("bf16", "fp16")
+CACHES = {torch.float8_e4m3fn: "e4m3", torch.float8_e4m3fnuz: "e4m3fnuz"}  # of 8 bits, as kernels name them
 _MASKS = ("none", "boolean", "added16", "added32")
 _PAGED_MASKS = ("none", "tree")
 

@@ -62,6 +62,7 @@ struct ArchBase {
         return Isa::pack(Element{}, low, high);
     }
 
+    XATTN_DEVICE static float number(u32 bits) { return Isa::number(bits); }
     // The code of an 8-bit float (fp8.h).
     template <class Cache>
     XATTN_DEVICE static u32 rounded(float x) {

@@ -42,8 +42,10 @@ struct AttentionDecode {
     using LayoutV = TileLayout<kTileN, kDimV* int(sizeof(Cache)) / 2>;
     using S = Scores<Arch, Config, true>;
     using Soft = Softmax<Arch, S, kRows>;
-    using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV, Cache>;
-    static constexpr bool kNarrow = State::kNarrow;
+    static constexpr bool kNarrow = sizeof(Cache) == 1;
+    using Product = typename Choose<kNarrow, typename Arch::template NarrowProduct<Element>, Element>::Type;
+    using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV, Cache, Product>;
+    static constexpr bool kScaledRows = !Same<Product, Element>::value;  // of Q: bf16 holds what fp16 does not
     static constexpr int kChunk = 16 / int(sizeof(Cache));  // elements of the cache that are copied at once
     static_assert(!kNarrow || !S::kPlain, "the scale of keys, which may be of any sign, is a factor of scores");
 
@@ -54,7 +56,8 @@ struct AttentionDecode {
     static constexpr int kPitch = kDimV + 4;
     static constexpr int kPartBytes = (kTileM * kPitch + 2 * kTileM) * 4;
     static constexpr int kFlag = kWarps * kPartBytes;
-    static constexpr int kSharedBytes = max_of(kRing + kWarps * kRingBytes, kFlag + 16);
+    static constexpr int kFactors = kRing + kWarps * kRingBytes;  // of the rows of Q
+    static constexpr int kSharedBytes = max_of(kFactors + (kNarrow ? 4 * kTileM : 0), kFlag + 16);
     // The same in global memory, of each split: rows without padding.
     static constexpr s64 kPartial = kTileM * (kDimV + 2);
     static constexpr int kColumns = kDimV / 4;  // of four elements, in which rows are merged
@@ -100,7 +103,10 @@ struct AttentionDecode {
         PageTable::Place places[kStages];
         XATTN_UNROLL
         for (int i = 0; i < kStages; ++i) places[i] = keys.find(n + i * kWarps);
-        copy_q(p, t, seq, row0, rows, shared, thread);
+        if constexpr (kNarrow)
+            copy_narrow_q(p, t, seq, row0, rows, shared, warp, lane);
+        else
+            copy_q(p, t, seq, row0, rows, shared, thread);
         Arch::copy_commit();
         XATTN_UNROLL
         for (int i = 0; i < kStages - 1; ++i) {
@@ -120,6 +126,9 @@ struct AttentionDecode {
         if (State::kKeepQ) s.keep_q(pq);
         const s64 query0 = p.cu_seqlens_q ? seq.start_q : s64(t.sequence) * p.seqlen_q;
         S scores(p, visible, t.sequence, t.kv_head * ratio, row0, lane, query0);
+        XATTN_UNROLL
+        for (int r = 0; r < kRows && kScaledRows; ++r)
+            scores.row_factor[r] = Arch::load_float(shared + kFactors + 4 * Arch::row_of(lane, r));
         if (kNarrow) scores.factor = p.q_scale.of(t.sequence, t.kv_head) * p.k_scale.of(t.sequence, t.kv_head);
 
         s32 stage = 0;
@@ -214,16 +223,50 @@ struct AttentionDecode {
     XATTN_DEVICE static void copy_q(const ForwardParams& p, const Part& t, const Sequence& seq, s32 row0, s32 rows,
                                     Shared tile, int thread) {
         const u16* q = static_cast<const u16*>(p.q.data);
-        constexpr int at_once = kNarrow ? 16 : 8, per_row = kDim / at_once;
+        constexpr int per_row = kDim / 8;
         for (int index = thread; index < kTileM * per_row; index += kThreads) {
-            const int row = index / per_row, col = index % per_row * at_once;
+            const int row = index / per_row, col = index % per_row * 8;
             const bool valid = row0 + row < rows && col < p.head_dim;
-            const u16* source = valid ? q + place(p.q, p, t, seq, row0 + row) + col : q;
-            if constexpr (kNarrow)
-                Arch::template copy_query<LayoutQ>(tile, row, col, source, valid);
-            else
-                Arch::copy_async(tile, LayoutQ::chunk_at(row, col), source, valid);
+            Arch::copy_async(tile, LayoutQ::chunk_at(row, col), valid ? q + place(p.q, p, t, seq, row0 + row) + col : q,
+                             valid);
         }
+    }
+
+    // The same for keys of 8 bits: a warp takes a row, a lane 16 elements. Where those become fp16, a row is multiplied
+    // by the power of two that brings its largest number to 2^14, so that what falls out is less than 2^-38 of that.
+    XATTN_DEVICE static void copy_narrow_q(const ForwardParams& p, const Part& t, const Sequence& seq, s32 row0,
+                                           s32 rows, Shared shared, int warp, int lane) {
+        const u16* q = static_cast<const u16*>(p.q.data);
+        for (int row = warp; row < kTileM; row += kWarps) {
+            const int col = 16 * lane;
+            u32 x[8] = {};
+            if (row0 + row < rows && col < p.head_dim) {
+                const u16* source = q + place(p.q, p, t, seq, row0 + row) + col;
+                load_words(x, source, 0), load_words(x, source, 4);
+            }
+            if constexpr (kScaledRows) {
+                static_assert(Same<Element, bf16>::value && Same<Product, fp16>::value, "by their exponents");
+                s32 top = 0;
+                XATTN_UNROLL
+                for (int i = 0; i < 8; ++i) top = max_of(top, max_of(s32(x[i] & 0x7fff), s32(x[i] >> 16 & 0x7fff)));
+                XATTN_UNROLL
+                for (int m = 1; m < Arch::kWarpSize; m *= 2) top = max_of(top, Arch::shuffle(top, lane ^ m));
+                const s32 exponent = max_of(top >> 7, 16);  // 127 more than it means; smaller ones need no more room
+                const float factor = Arch::number(u32(127 + 127 + 14 - exponent) << 23);
+                XATTN_UNROLL
+                for (int i = 0; i < 8; ++i)
+                    x[i] = Arch::template pack<Product>(Arch::template to_float<Element>(u16(x[i])) * factor,
+                                                        Arch::template to_float<Element>(u16(x[i] >> 16)) * factor);
+                if (lane == 0) Arch::store_float(shared + kFactors + 4 * row, Arch::number(u32(exponent - 14) << 23));
+            }
+            if (col < kDim) Arch::template store_query<LayoutQ>(shared, row, col, x);
+        }
+    }
+    XATTN_DEVICE static void load_words(u32 (&x)[8], const u16* source, int first) {
+        u32 four[4];
+        Arch::load_global(four, source + 2 * first);
+        XATTN_UNROLL
+        for (int i = 0; i < 4; ++i) x[first + i] = four[i];
     }
 
     XATTN_DEVICE static void lay_down(State& s, Shared part, int lane) {

@@ -64,12 +64,16 @@ struct Scores {
     const u8* mask_row;   // attn_mask at (sequence, head, 0, 0); a tree at the sequence's first query
     s32 row0;             // the warp's first row
     int lane;
-    float factor = 1.0f;  // of products, beside the scale: where keys have scales, and scores are not plain
+    // Of products, beside the scale: of all, and of the lane's rows. Where scores are not plain.
+    float factor = 1.0f;
+    float row_factor[Arch::kRowsPerLane];
 
     // `first_query`: the sequence's first in q, for trees.
     XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence, s32 head, s32 first_row, int lane_,
                         s64 first_query = 0)
         : p(params), visible(v), slopes(nullptr), slope(0.0f), mask_row(nullptr), row0(first_row), lane(lane_) {
+        XATTN_UNROLL
+        for (int r = 0; r < Arch::kRowsPerLane; ++r) row_factor[r] = 1.0f;
         if (Config::alibi) {
             slopes = p.alibi + sequence * p.alibi_batch_stride + head;
             if (!kPackHeads) slope = slopes[0] * kUnit;
@@ -91,7 +95,7 @@ struct Scores {
         for (int e = 0; e < Arch::kElements; ++e) {
             const s32 place = row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)), row = query(p, place),
                       key = key0 + n * 16 + Arch::col_of(lane, e);
-            float x = s[n].x[e] * scale;
+            float x = s[n].x[e] * row_factor[Arch::row_slot(e)] * scale;
             if (Config::softcap) x = cap * Arch::tanh(x);
             if (Config::alibi) {
                 const s32 distance = row + visible.shift - key;

@@ -7,11 +7,10 @@
 namespace xattn {
 
 // S: the Scores. kRowGroups: 16-row groups of the warp. The layouts are those of the tiles in shared memory. Cache:
-// what keys and values are there; those of 8 bits become Elements on their way into registers.
+// what keys and values are there; those of 8 bits are widened on their way into registers. Element: what is multiplied.
 template <class Arch, class Config, class S, int kRowGroups, class LayoutQ, class LayoutK, class LayoutV,
-          class Cache = typename Config::Element>
+          class Cache = typename Config::Element, class Element = typename Config::Element>
 struct WarpTile {
-    using Element = typename Config::Element;
     using Accumulator = typename Arch::Accumulator;  // a 16 x 16 tile of float32
     using OperandA = typename Arch::OperandA;        // 16 rows x 16
     using OperandB = typename Arch::OperandB;        // 16 keys x 16

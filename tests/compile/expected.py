@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xattn.backends import cdna, sm80, sm90
-from xattn.decode_call import CACHES
+from xattn.forward_call import CACHES
 from xattn.images import ImageSpec
 
 

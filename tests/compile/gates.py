@@ -102,7 +102,7 @@ _SHIPPED = {
     "decode d128": (212, 0),
     "decode d128 softcap alibi tree": (236, 0),
     "decode d256": (255, 256),
-    "decode-fp8 d64": (196, 0),
+    "decode-fp8 d64": (200, 0),
     "decode-fp8 d64 fp16": (196, 0),
     "decode-fp8 d128": (248, 0),
     "decode-fp8 d128 softcap alibi tree": (248, 0),
@@ -140,7 +140,7 @@ _CDNA_REGISTERS = {
     "decode-fp8 d64 fp16": 124,
     "decode-fp8 d128": 136,
     "decode-fp8 d128 softcap alibi tree": 144,
-    "decode-fp8 d256": 212,
+    "decode-fp8 d256": 214,
 }
 # Scalar registers, spilled into vector ones; nothing goes to memory.
 _CDNA_SPILLS = {

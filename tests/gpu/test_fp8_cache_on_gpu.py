@@ -11,8 +11,8 @@ from gpu.test_native_on_gpu import BACKENDS, CUDA, LAUNCHERS, agree, paged_step,
 
 import xattn
 from xattn import launch, repeats
-from xattn.decode_call import CACHES
 from xattn.device import from_arch
+from xattn.forward_call import CACHES
 
 ELEMENTS = pytest.mark.parametrize("element", [torch.bfloat16, torch.float16], ids=str)
 

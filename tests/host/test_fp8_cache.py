@@ -14,8 +14,8 @@ from host.emulated_backend import DEVICES
 
 import xattn
 from xattn import appends, dispatch, launch, status
-from xattn.decode_call import CACHES
 from xattn.device import from_arch
+from xattn.forward_call import CACHES
 from xattn.status import CODES
 
 FORMATS = {"sm80": torch.float8_e4m3fn, "cdna": torch.float8_e4m3fnuz}  # what the devices of the targets read
@@ -49,6 +49,36 @@ def test_scales_of_any_sign_and_size(target, k_scale, options, monkeypatch):
         torch.testing.assert_close(got.float()[:1], expected.float()[:1], rtol=2e-2, atol=2e-2, equal_nan=True)
         empty = 0.0 if got is found[0] else -math.inf
         assert (got[1:] == empty).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e-4, 1e5, 1e30, 1e37])
+def test_queries_of_any_size(target, size):
+    """bf16 holds what products in fp16 do not: rows are brought to a size of their own."""
+    cache, g = FORMATS[target.backend], torch.Generator().manual_seed(2)
+    q = torch.randn(2, 3, 4, 64, generator=g)
+    q[0, 1] *= 2.0 ** -torch.arange(64)  # within a row, too
+    q = (q.clamp(-1, 1) * size).bfloat16()
+    k, v = (torch.randn(9, 16, 2, 64, generator=g).to(cache) for _ in range(2))
+    args = (k, v, torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([50, 33], dtype=torch.int32))
+    options = {"softmax_scale": 1 / size, "causal": True, "return_lse": True}
+    found = xattn.attention_paged(q, *args, **options, backend=target.backend)
+    want = xattn.attention_paged(q.float(), *args, **options, backend="reference")
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_queries_that_are_not_finite(target):
+    """A row of NaN or infinity is NaN, as the reference's is, and no other."""
+    cache, g = FORMATS[target.backend], torch.Generator().manual_seed(2)
+    q = torch.randn(1, 4, 2, 64, generator=g).bfloat16()
+    q[0, 0, 0, 7], q[0, 1, 0, 9], q[0, 2, 1, 63] = math.nan, math.inf, -math.inf
+    k, v = (torch.randn(4, 16, 1, 64, generator=g).to(cache) for _ in range(2))
+    args = (k, v, torch.arange(4, dtype=torch.int32)[None], torch.tensor([64], dtype=torch.int32))
+    found = xattn.attention_paged(q, *args, return_lse=True, backend=target.backend)
+    want = xattn.attention_paged(q, *args, return_lse=True, backend="reference")
+    assert want[0].isnan().sum() == 3 * 64
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
 def test_rows_without_keys_take_nothing_from_a_scale(target):

@@ -46,6 +46,7 @@ struct IsaHostLanes {
         return u32(host::round_to<Element>(low)) | u32(host::round_to<Element>(high)) << 16;
     }
     static u32 bits(float x) { return host::bits_of(x); }
+    static float number(u32 bits) { return host::float_of(bits); }
     static u32 bytes(u32 low, u32 high, u32 which) {
         const u64 all = low | u64(high) << 32;
         u32 found = 0;

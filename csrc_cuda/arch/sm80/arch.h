@@ -94,6 +94,10 @@ struct Sm80 : ArchBase<Isa, 8, 1, 2> {
     // to 4t + 3, where the product wants 2t, 2t + 1, 2t + 8, 2t + 9: the order of the columns is free, if rows have the
     // same. Of values, transposed, it holds two columns of two keys: column j of the product's left half is column 2j,
     // of its right half 2j + 1.
+    //
+    // Products are of fp16, whatever the elements are: what widens does so at a third of the cost of bf16.
+    template <class Element>
+    using NarrowProduct = fp16;
     XATTN_DEVICE static int narrow_col_of(int lane, int e) { return 4 * (lane & 3) + 2 * (e & 1) + (e >> 2); }
     template <class Layout>
     XATTN_DEVICE static Shared narrow_keys_pointer(Shared tile, int lane) {
@@ -105,17 +109,10 @@ struct Sm80 : ArchBase<Isa, 8, 1, 2> {
     }
     // 16 elements of a row, from a multiple of 16 on: each pair of words goes to the two halves.
     template <class Layout>
-    XATTN_DEVICE static void copy_query(Shared tile, int row, int col, const u16* source, bool valid) {
-        Chunk halves[2];
+    XATTN_DEVICE static void store_query(Shared tile, int row, int col, const u32 (&x)[8]) {
         XATTN_UNROLL
-        for (int n = 0; n < 2; ++n) {
-            u32 x[4] = {};
-            if (valid) Isa::load_global(x, source + 8 * n);
-            XATTN_UNROLL
-            for (int i = 0; i < 4; ++i) halves[i % 2].word[2 * n + i / 2] = x[i];
-        }
-        XATTN_UNROLL
-        for (int n = 0; n < 2; ++n) Isa::store_shared(tile + Layout::chunk_at(row, col + 8 * n), halves[n]);
+        for (int n = 0; n < 2; ++n)
+            Isa::store_shared(tile + Layout::chunk_at(row, col + 8 * n), Chunk{{x[n], x[n + 2], x[n + 4], x[n + 6]}});
     }
     template <class Element, class Cache, class Layout>
     XATTN_DEVICE static void load_narrow_keys(OperandB (&b)[2], Shared pointer, int key, int col) {

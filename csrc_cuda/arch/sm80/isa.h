@@ -60,6 +60,7 @@ struct IsaSm80 {
 
     // ---- bits, and 8-bit floats
     XATTN_DEVICE static u32 bits(float x) { return __float_as_uint(x); }
+    XATTN_DEVICE static float number(u32 bits) { return __uint_as_float(bits); }
     // A digit of `which` for each byte of the result, the lowest first: 0-3 of `low`, 4-7 of `high`.
     XATTN_DEVICE static u32 bytes(u32 low, u32 high, u32 which) { return __byte_perm(low, high, which); }
     XATTN_DEVICE static u32 multiply_pair(fp16, u32 x, u32 factor) {
@@ -67,12 +68,7 @@ struct IsaSm80 {
         asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factor));
         return y;
     }
-    XATTN_DEVICE static u32 multiply_pair(bf16, u32 x, u32 factor) {
-        u32 y;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(factor), "r"(0x80008000u));  // - 0
-        return y;
-    }
-    // Four bytes to two words of 16-bit elements.
+    // Four bytes to two words.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     XATTN_DEVICE static void widen(fp16, e4m3, u32 word, u32 (&x)[2]) {
         asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
@@ -80,15 +76,9 @@ struct IsaSm80 {
             : "=r"(x[0]), "=r"(x[1])
             : "r"(word));
     }
-    XATTN_DEVICE static void widen(bf16, e4m3, u32 word, u32 (&x)[2]) {
-        widen(fp16{}, e4m3{}, word, x);
-        XATTN_UNROLL
-        for (int i = 0; i < 2; ++i) x[i] = pack(bf16{}, widen(fp16{u16(x[i])}), widen(fp16{u16(x[i] >> 16)}));
-    }
 #else
-    template <class Element>
-    XATTN_DEVICE static void widen(Element, e4m3, u32 word, u32 (&x)[2]) {
-        widen_in_software<IsaSm80, Element, e4m3>(word, x);
+    XATTN_DEVICE static void widen(fp16, e4m3, u32 word, u32 (&x)[2]) {
+        widen_in_software<IsaSm80, fp16, e4m3>(word, x);
     }
 #endif
 

@@ -82,6 +82,8 @@ struct Cdna : ArchBase<Isa, 4, 16, 32> {
     }
 
     // ---- keys and values of 8 bits, in the order of those of 16
+    template <class Element>
+    using NarrowProduct = Element;
     XATTN_DEVICE static int narrow_col_of(int lane, int e) { return col_of(lane, e); }
     template <class Layout>
     XATTN_DEVICE static Shared narrow_keys_pointer(Shared tile, int lane) {
@@ -92,10 +94,10 @@ struct Cdna : ArchBase<Isa, 4, 16, 32> {
         return tile + Layout::chunk_at(4 * (lane >> 4), 0) + (lane & 15);
     }
     template <class Layout>
-    XATTN_DEVICE static void copy_query(Shared tile, int row, int col, const u16* source, bool valid) {
+    XATTN_DEVICE static void store_query(Shared tile, int row, int col, const u32 (&x)[8]) {
         XATTN_UNROLL
-        for (int n = 0; n < 2; ++n)
-            copy_async(tile, Layout::chunk_at(row, col + 8 * n), valid ? source + 8 * n : source, valid);
+        for (int n = 0; n < 8; n += 4)
+            Isa::store_shared(tile + Layout::chunk_at(row, col + 2 * n), Chunk{{x[n], x[n + 1], x[n + 2], x[n + 3]}});
     }
     template <class Element, class Cache, class Layout>
     XATTN_DEVICE static void load_narrow_keys(OperandB (&b)[2], Shared pointer, int key, int col) {
