@@ -60,8 +60,6 @@ struct Sm90Forward {
     static constexpr int kPanels = (kDim * kWidth + 127) / 128, kPanelsV = (kDimV * kWidth + 127) / 128,
                          kPanelsOut = (kDimV + 63) / 64;
     static constexpr int kKeyGroups = kTileN / 16, kDimGroups = kDimV / 16;
-    // Of a tile's last block a warpgroup may see the left half at most, on the diagonal: it leaves out the other one.
-    static constexpr bool kHalves = kConsumers == 2 && kTileN % 64 == 0;
     static constexpr int kProductsQ = kDim * kWidth / 32, kProductsV = kTileN * kWidth / 32;
 
     static constexpr u32 kPanelQ = kTileM * 128, kPanelK = kTileN * 128, kPanelT = kDimV * 128;
@@ -307,9 +305,7 @@ struct Sm90Forward {
             // Key blocks that every row of the group sees whole: from the high half on, up to the low half. Blocks that
             // 16 bits cannot name are taken as others.
             u32 whole;
-            s32 half;  // the block of which no row sees more than the left half; -1: none
 
-            XATTN_DEVICE bool is_half(s32 n) const { return kHalves && Arch::any(n == half); }
             XATTN_DEVICE static u32 blocks(s32 from, s32 to) {
                 return u32(min_of(max_of(from, 0), 0xffff)) << 16 | u32(min_of(max_of(to, 0), 0xffff));
             }
@@ -373,7 +369,7 @@ struct Sm90Forward {
                     take_q();
                     if (!kOverQ && Config::keep_q) free_q(0);
                 }
-                const bool moved = any_step(following, m, w, n, factor);
+                const bool moved = step<false>(following, m, w, n, factor);
                 to_weights();
                 if (XATTN_RARELY(last)) {
                     Ring<kQueries> before = queries;
@@ -415,8 +411,7 @@ struct Sm90Forward {
             const s32 last_row = min_of(first_row + 64, rows.row0 + rows.rows) - 1;
             span = {
                 works.stage(), keys.n_first,
-                Span::blocks((visible.first(last_row) + kTileN - 1) / kTileN, (visible.last(first_row) + 1) / kTileN),
-                visible.last(last_row) < keys.n_last * kTileN + kTileN / 2 ? keys.n_last : -1};
+                Span::blocks((visible.first(last_row) + kTileN - 1) / kTileN, (visible.last(first_row) + 1) / kTileN)};
             n_last = keys.n_last;
             if (kNarrow) {
                 tile_scale = Work::Factors::at(at).scores;
@@ -500,36 +495,28 @@ struct Sm90Forward {
         }
 
         // ---- products
-        // Of all keys of a block or of the left half.
-        template <bool half = false>
         XATTN_DEVICE void issue_qk() {
             wgmma_fence();
             hold(acc_s);
-            multiply_qk<half ? kTileN / 2 : kTileN>();
-            wgmma_commit();
-        }
-        template <int columns>
-        XATTN_DEVICE void multiply_qk() {
-            auto& acc = reinterpret_cast<Accumulator(&)[columns / 16]>(acc_s);
             const Matrix keys = Matrix::rows(buffers.k(k.stage()));
             const Matrix rows = Matrix::rows(buffers.q(queries.stage()) + group * 64 * 128);
             XATTN_UNROLL
             for (int c = 0; c < kProductsQ; ++c) {
                 const Matrix b = keys.moved(c / 4 * kPanelK + c % 4 * 32);
                 if (Config::keep_q)
-                    multiply_rows(acc, q[Config::keep_q ? c : 0], b, c > 0);
+                    multiply_rows(acc_s, q[Config::keep_q ? c : 0], b, c > 0);
                 else
-                    Wgmma<Element, columns>::ss(acc, rows.moved(c / 4 * kPanelQ + c % 4 * 32), b, c > 0);
+                    Wgmma<Element, kTileN>::ss(acc_s, rows.moved(c / 4 * kPanelQ + c % 4 * 32), b, c > 0);
             }
+            wgmma_commit();
         }
-        template <bool half = false>
         XATTN_DEVICE void issue_pv() {
             wgmma_fence();
             hold(acc_o);
             const u32 at = buffers.v(v().stage());
             const Matrix values = kNarrow ? Matrix::rows(at) : Matrix::summed(at, kPanelK);
             XATTN_UNROLL
-            for (int n = 0; n < (half ? kProductsV / 2 : kProductsV); ++n) {
+            for (int n = 0; n < kProductsV; ++n) {
                 if constexpr (kNarrow)
                     Wgmma<Element, kDimV>::rs(acc_o, weights[n], values.moved(n / 4 * kPanelT + n % 4 * 32), 1);
                 else
@@ -537,31 +524,21 @@ struct Sm90Forward {
             }
             wgmma_commit();
         }
-        template <int groups>
-        XATTN_DEVICE static void multiply_rows(Accumulator (&acc)[groups], const OperandA& a, Matrix b, s32 add) {
+        XATTN_DEVICE static void multiply_rows(Accumulator (&acc)[kKeyGroups], const OperandA& a, Matrix b, s32 add) {
             if constexpr (kNarrow)
-                Wgmma<Element, 16 * groups>::rs(acc, a, b, add);
+                Wgmma<Element, kTileN>::rs(acc, a, b, add);
             else
-                Wgmma<Element, 16 * groups>::template rs<0>(acc, a, b, add);
+                Wgmma<Element, kTileN>::template rs<0>(acc, a, b, add);
         }
 
         // Goes on from block n of a tile for as long as blocks are seen whole, and returns the last of them. Most of
         // the time is spent here: a jump costs 20 cycles, and the loop that does everything makes seven in a step.
-        XATTN_DEVICE bool any_step(const Span& w, s32 n, const Span& before, s32 m, float (&factor)[2]) {
-            if constexpr (kHalves) {
-                if (w.is_half(n)) return step<false, Half::keys>(w, n, before, m, factor);
-                if (before.is_half(m)) return step<false, Half::values>(w, n, before, m, factor);
-            }
-            return step<false, Half::none>(w, n, before, m, factor);
-        }
-
-        enum class Half { none, keys, values };
         XATTN_DEVICE s32 whole_blocks(const Span& w, s32 n, float (&factor)[2]) {
             const s32 until = max_of(w.n_first, s32(w.whole >> 16));
             const s32 tail = p.seqused_k || p.cu_seqlens_k;  // block n may be the last one, and want clear_tail
-            if (n + tail > s32(w.whole & 0xffff) || w.is_half(n)) return n;
+            if (n + tail > s32(w.whole & 0xffff)) return n;
             while (Arch::any(n > until)) {
-                const bool moved = step<true, Half::none>(w, n - 1, w, n, factor);
+                const bool moved = step<true>(w, n - 1, w, n, factor);
                 --n;
                 to_weights();
                 if (XATTN_RARELY(moved)) rescale(factor);
@@ -571,17 +548,15 @@ struct Sm90Forward {
 
         // Issues S of block n of `w` and O += P V of block m of `before`; the softmax of the one runs beside the other.
         // Returns whether the output must be rescaled by `factor`. `whole`: every row sees all of block n, and block m
-        // is not the last of its tile. `half`: what is left out of the right half of a block that rows see the left
-        // half of, the products of block n or those of block m. Branches around products would have them wait for each
-        // other.
-        template <bool whole, Half half>
+        // is not the last of its tile.
+        template <bool whole>
         XATTN_DEVICE bool step(const Span& w, s32 n, const Span& before, s32 m, float (&factor)[2]) {
             buffers.k_full(k.stage()).wait(k.parity());
             take_turn();
-            issue_qk<half == Half::keys>();
+            issue_qk();
             buffers.v_full(v().stage()).wait(v().parity());
             if (!whole) clear_tail(before, m);
-            issue_pv<half == Half::values>();
+            issue_pv();
             pass_turn();
             const bool masked = !whole && is_masked(w, n);
             const Limits seen = limits(w, n, masked);

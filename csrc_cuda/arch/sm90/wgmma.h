@@ -107,7 +107,6 @@ struct Wgmma;
                          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b.descriptor), "r"(add));   \
         }                                                                                                      \
     };
-#define XATTN_TRANSPOSED_32 "22"
 #define XATTN_TRANSPOSED_64 "38"
 #define XATTN_TRANSPOSED_80 "46"
 #define XATTN_TRANSPOSED_96 "54"
@@ -117,8 +116,6 @@ struct Wgmma;
 #define XATTN_TRANSPOSED_176 "94"
 #define XATTN_TRANSPOSED_192 "102"
 #define XATTN_TRANSPOSED_256 "134"
-#define XATTN_TEXT_32 XATTN_REGS_0 ", " XATTN_REGS_1
-#define XATTN_ACC_32 XATTN_ACC(0), XATTN_ACC(1)
 #define XATTN_TEXT_64 XATTN_REGS_0 ", " XATTN_REGS_1 ", " XATTN_REGS_2 ", " XATTN_REGS_3
 #define XATTN_ACC_64 XATTN_ACC(0), XATTN_ACC(1), XATTN_ACC(2), XATTN_ACC(3)
 #define XATTN_TEXT_80 XATTN_REGS_0 ", " XATTN_REGS_1 ", " XATTN_REGS_2 ", " XATTN_REGS_3 ", " XATTN_REGS_4
@@ -170,8 +167,6 @@ struct Wgmma;
         XATTN_ACC(8), XATTN_ACC(9), XATTN_ACC(10), XATTN_ACC(11), XATTN_ACC(12), XATTN_ACC(13), XATTN_ACC(14),      \
         XATTN_ACC(15)
 
-XATTN_WGMMA(bf16, 32, "bf16", XATTN_TEXT_32, XATTN_ACC_32, "%16", "%17", "%18", "%19", "%20", "%21")
-XATTN_WGMMA(fp16, 32, "f16", XATTN_TEXT_32, XATTN_ACC_32, "%16", "%17", "%18", "%19", "%20", "%21")
 XATTN_WGMMA(bf16, 64, "bf16", XATTN_TEXT_64, XATTN_ACC_64, "%32", "%33", "%34", "%35", "%36", "%37")
 XATTN_WGMMA(fp16, 64, "f16", XATTN_TEXT_64, XATTN_ACC_64, "%32", "%33", "%34", "%35", "%36", "%37")
 XATTN_WGMMA(bf16, 80, "bf16", XATTN_TEXT_80, XATTN_ACC_80, "%40", "%41", "%42", "%43", "%44", "%45")
