@@ -15,6 +15,7 @@ import xattn
 from xattn.append_call import Append
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CACHES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 INT_MAX = 2**31 - 1
 
 
@@ -28,7 +29,8 @@ class Case:
     """``new``: new tokens of each sequence, behind ``old`` of them; ``queries``: of each sequence, the newest.
 
     ``rotary``: pairs that are rotated, "i" where they are interleaved; ``tables``: the dtype of cos and sin. ``shift``:
-    elements by which tensors do not lie at multiples of 16 bytes. ``view``: v_cache is a part of k_cache.
+    elements by which tensors do not lie at multiples of 16 bytes. ``view``: v_cache is a part of k_cache. ``cache``:
+    its dtype, where it has one of its own.
     """
 
     dtype: str = "bf16"
@@ -48,6 +50,7 @@ class Case:
     view: bool = False
     causal: bool = False
     spare: int = 0
+    cache: str = ""
 
     def __str__(self) -> str:
         return ",".join(f"{n}={v}" for n, v in vars(self).items() if v != getattr(Case, n)) or "plain"
@@ -77,8 +80,9 @@ def made(case: Case) -> Append:
     for b, pages in enumerate(order[: sum(used)].split(used)):
         table[b, : len(pages)] = pages
     sizes = (case.page_size, heads) if case.kv_layout == "NHD" else (heads, case.page_size)
-    k_cache = moved(torch.full((len(order), *sizes, d), math.nan).to(dtype), case.shift)
-    v_cache = k_cache[..., :dv] if case.view else moved(torch.full((len(order), *sizes, dv), math.nan).to(dtype), 0)
+    of = CACHES.get(case.cache, dtype)
+    k_cache = moved(torch.full((len(order), *sizes, d), math.nan).to(of), case.shift)
+    v_cache = k_cache[..., :dv] if case.view else moved(torch.full((len(order), *sizes, dv), math.nan).to(of), 0)
     lead: dict[str, tuple[int, ...]] = {"new": (batch, case.new[0]), "q": (batch, case.queries[0])}
     offsets: dict[str, Tensor | None] = {"new": None, "q": None}
     if case.packed:
@@ -89,8 +93,8 @@ def made(case: Case) -> Append:
     if case.rotary:
         width = int(case.rotary.rstrip("i"))
         angle = torch.randn(max(map(sum, zip(case.old, case.new, strict=True))) + 1, width, generator=g)
-        of = {"fp32": torch.float32, "fp64": torch.float64, **DTYPES}[case.tables]
-        cos, sin = (moved(x.to(of), case.shift) for x in (angle.cos(), angle.sin()))
+        tables = {"fp32": torch.float32, "fp64": torch.float64, **DTYPES}[case.tables]
+        cos, sin = (moved(x.to(tables), case.shift) for x in (angle.cos(), angle.sin()))
         rotary = xattn.Rotary(cos, sin, case.rotary.endswith("i"))
     shape = {"": None, "0-d": (), "per head": (batch, heads)}[case.scales]
     scales = [None if shape is None else 0.5 + torch.rand(shape, generator=g) for _ in range(2)]
@@ -135,6 +139,8 @@ def _there(t: Tensor, device: str) -> Tensor:
 
 
 PLAIN = Case()
+FP8_OPTIONS = [("", ""), ("0-d", "16"), ("per head", "16i"), ("per head", "")]
+FP8_DIMS = [(128, 64), (40, 72), (17, 9)]
 CASES = [
     PLAIN,
     *(Case(page_size=n, kv_layout=layout) for n in (1, 3, 16, 64) for layout in ("NHD", "HND")),
@@ -155,6 +161,11 @@ CASES = [
     Case(view=True, dims=(48, 32), rotary="8"),
     Case(view=True, dims=(48, 32), kv_layout="HND"),
     Case(old=(700, 3), new=(200, 200), queries=(200, 200), rotary="16", page_size=64),
+    *(Case(dtype, cache=c, scales=s, rotary=r) for dtype in DTYPES for c in CACHES for s, r in FP8_OPTIONS),
+    *(Case(cache=c, shift=n, rotary="16", scales="0-d") for c in CACHES for n in (1, 4, 8)),
+    *(Case(cache=c, dims=dims, page_size=7, kv_layout="HND", rotary="8i") for c in CACHES for dims in FP8_DIMS),
+    Case(cache="e4m3fn", packed=True, scales="per head", new=(3, 0, 9), queries=(0, 0, 9), index=torch.int64),
+    Case(cache="e4m3fn", view=True, dims=(48, 32), rotary="8"),
 ]
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import xattn
+from xattn import dispatch
 from xattn.backends import REGISTRY
 
 DTYPES = {
@@ -215,7 +216,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "attn_mask": ["", "tree"],
         "out": [False, True],
         **SHARED,
-        "dtype": ["fp32", "bf16", "fp16", "fp64", "bf16/e4m3", "fp16/e5m2", "e4m3"],
+        "dtype": ["fp32", "bf16", "fp16", "fp64", "bf16/e4m3", "fp16/e4m3fnuz", "fp16/e5m2", "e4m3"],
     },
 }
 BASE = {
@@ -578,12 +579,51 @@ def values_for(kind: str, target: Target) -> tuple[dict[str, list[Any]], list[Ca
 
 
 def cases(kind: str, target: Target) -> Iterator[Case]:
-    """A pairwise sample of what the target admits, then one case for each value that it refuses."""
+    """A pairwise sample of what the target admits, then one case for each value that it refuses, and a sample of what
+    it admits of 8-bit floats natively: all of it, or caches."""
     able, refused = values_for(kind, target)
     base = _base(kind, target)
     for row in pairwise(able):
         yield replace(base, **row)
     yield from refused
+    yield from of_fp8(kind, target)
+
+
+FP8 = {
+    "attention": ("e4m3",),
+    "varlen": ("e4m3",),
+    "paged": ("bf16/e4m3", "fp16/e4m3", "bf16/e4m3fnuz", "fp16/e4m3fnuz"),
+}
+# What meets the dtype or scales; the other values have no more to do with it than with any dtype.
+_OF_FP8 = (
+    *(
+        "lengths",
+        "heads",
+        "batch",
+        "page_size",
+        "kv_layout",
+        "packed",
+        "attn_mask",
+        "causal",
+        "window",
+        "softmax_scale",
+    ),
+    *("softcap", "alibi_slopes", "sinks", "seqused_k", "scales", "return_lse", "layout", "spare"),
+)
+
+
+def of_fp8(kind: str, target: Target, **values: list[Any]) -> Iterator[Case]:
+    """A pairwise sample of what a native target admits of 8-bit floats. ``values`` stand for those of VALUES[kind]."""
+    base = replace(BASE[kind], head_dims=(64, 64))
+    dtypes = [dtype for dtype in FP8[kind] if admitted(replace(base, dtype=dtype), target)]
+    if not dtypes or not dispatch.get(target.backend).native:
+        return
+    base = replace(base, dtype=dtypes[0])
+    asked = {name: found for name, found in VALUES[kind].items() if name in _OF_FP8}
+    asked |= {"head_dims": [(16, 16), (64, 64), (128, 128), (192, 128), (256, 256)]} | values
+    able = {name: [v for v in found if admitted(replace(base, **{name: v}), target)] for name, found in asked.items()}
+    for row in pairwise(able | {"dtype": dtypes}):
+        yield replace(base, **row)
 
 
 def parametrize(kind: str):

@@ -111,10 +111,13 @@ def attention(
             derivatives (torch.func.jvp, jacfwd, hessian) and for out under a torch.func transform.
     """
     plain = score_mod is None and mask_mod is None and epilogue is None and out is None
-    if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
+    if plain and type(dropout_p) is float and not dropout_p:
+        tensors: tuple[Any, ...] = (q, k, v, attn_mask, alibi_slopes, sinks, seqused_k)
+        if not (q_scale is None and k_scale is None and v_scale is None):
+            tensors = (*tensors, q_scale, k_scale, v_scale)
         found = calls.repeated(
             "attention",
-            (q, k, v, attn_mask, alibi_slopes, sinks, seqused_k),
+            tensors,
             (causal, window, softmax_scale, softcap, return_lse, backend),
         )
         if found is not None:
@@ -234,10 +237,13 @@ def attention_varlen(
         decrease or leave the tensor and for a max_seqlen that is too small.
     """
     plain = score_mod is None and mask_mod is None and epilogue is None and out is None
-    if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
+    if plain and type(dropout_p) is float and not dropout_p:
+        tensors: tuple[Any, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes, sinks, seqused_k)
+        if not (q_scale is None and k_scale is None and v_scale is None):
+            tensors = (*tensors, q_scale, k_scale, v_scale)
         found = calls.repeated(
             "varlen",
-            (q, k, v, cu_seqlens_q, cu_seqlens_k, attn_mask, alibi_slopes, sinks, seqused_k),
+            tensors,
             (causal, window, softmax_scale, softcap, return_lse, backend),
             (max_seqlen_q, max_seqlen_k),
         )
@@ -351,7 +357,8 @@ def attention_paged(
             of a sequence stands at position length - seqlen_q + i, where length counts its tokens, the new ones
             included: that is its q_idx.
         k_cache, v_cache: (num_pages, page_size, heads_kv, head_dim) for kv_layout "NHD", (num_pages, heads_kv,
-            page_size, head_dim) for "HND", any strides; v_cache may be a view of k_cache.
+            page_size, head_dim) for "HND", any strides; v_cache may be a view of k_cache. fp8 under a q in bf16, fp16
+            or fp32, with scales; native kernels read e4m3, on gfx942 e4m3fnuz, under bf16 and fp16.
         page_table: (batch, max_pages), int32 or int64: the pages of each sequence; what stands behind its length is
             never looked at.
         seqlens_k: (batch,), int32 or int64: tokens in the cache before the call. It is not modified.
@@ -380,10 +387,11 @@ def attention_paged(
         written and ``check_errors`` raises.
     """
     plain = score_mod is None and mask_mod is None and epilogue is None and out is None
-    if plain and q_scale is None and k_scale is None and v_scale is None and type(dropout_p) is float and not dropout_p:
+    if plain and type(dropout_p) is float and not dropout_p:
         dense = max_seqlen_q is None and type(q) is Tensor and not q.is_nested and q.dim() > 1
         longest = q.shape[0 if q.dim() == 3 else 1] if dense else 0
-        tensors = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, attn_mask, alibi_slopes, sinks)
+        of_scores = (attn_mask, alibi_slopes, sinks, q_scale, k_scale, v_scale)
+        tensors: Any = (q, k_cache, v_cache, cu_seqlens_q, page_table, seqlens_k, *of_scores)
         options = (causal, window, softmax_scale, softcap, return_lse, backend)
         bounds = (longest if max_seqlen_q is None else max_seqlen_q, NO_BOUND if max_seqlen_k is None else max_seqlen_k)
         paged = (kv_layout, num_splits, segments.invariant())

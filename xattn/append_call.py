@@ -13,6 +13,7 @@ from torch import Tensor
 from . import forward_call, status
 from .capability import Refusal
 from .device import of as device_of
+from .forward_call import CACHES
 from .images import ImageSpec
 from .inputs import dtype_name, present
 from .kernel_call import Call, Output, Shape, slot
@@ -90,22 +91,28 @@ class AppendBody:
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""
         for element in _ELEMENTS.values():
-            yield ImageSpec(self.entry, self.fields(element), arch)
+            for cache in ("", *CACHES.values()):
+                yield ImageSpec(self.entry, self.fields(element, cache), arch)
 
-    def fields(self, element: str) -> forward_call.Fields:
-        return (("element", element), ("paged", True))
+    def fields(self, element: str, cache: str = "") -> forward_call.Fields:
+        """``cache``: "" where it holds the element."""
+        return (("element", element), ("cache", cache or element), ("paged", True))
 
     def check(self, x: Append) -> tuple[Refusal, ...]:
         """Why the kernel does not answer; empty where it does."""
-        dtypes = {
-            name: t.dtype for name, t in x.tensors().items() if name in ("k_cache", "v_cache", "k_new", "v_new", "q")
-        }
+        tensors = x.tensors()
+        dtypes = {name: t.dtype for name, t in tensors.items() if name in ("k_new", "v_new", "q")}
+        element = next(iter(dtypes.values()), None)
         found = [
             Refusal("dtype", name, dtype_name(dtype), tuple(_ELEMENTS.values()))
             for name, dtype in dtypes.items()
-            if dtype not in _ELEMENTS or dtype != next(iter(dtypes.values()))
+            if dtype not in _ELEMENTS or dtype != element
         ]
-        element = next(iter(dtypes.values()), None)
+        for name in ("k_cache", "v_cache"):
+            dtype = tensors[name].dtype if name in tensors else None
+            if dtype and (dtype not in (element, *CACHES) or x.k_cache.dtype != x.v_cache.dtype):
+                allowed = ("the dtype of k_new", *map(dtype_name, CACHES))
+                found.append(Refusal("dtype", name, dtype_name(dtype), allowed))
         if x.rotary is not None and not x.rotary.cos.dtype == x.rotary.sin.dtype in (torch.float32, element):
             got = f"{dtype_name(x.rotary.cos.dtype)}/{dtype_name(x.rotary.sin.dtype)}"
             found.append(Refusal("dtype", "rotary", got, ("fp32", "the dtype of q")))
@@ -194,7 +201,8 @@ def prepare(body: AppendBody, x: Append) -> tuple[Call, dict[str, Tensor]]:
     for name, bit in _INDEX_BITS.items():
         p.index64 |= (name in tensors and tensors[name].dtype == torch.int64) << bit
     element = _ELEMENTS[next(present(t) for t in (q, x.k_new) if t is not None).dtype]
-    image, another = forward_call.choose(body.entry, body.fields(element), device_of(x.seqlens_k.device).arch)
+    cache = "" if x.k_new is None else CACHES.get(x.k_cache.dtype, "")
+    image, another = forward_call.choose(body.entry, body.fields(element, cache), device_of(x.seqlens_k.device).arch)
     call = Call(
         image=image,
         symbol="xattn_append",

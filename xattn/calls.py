@@ -95,7 +95,7 @@ def repeated(
 ) -> Any:
     """The result of a call that came before, or None: the short way for arguments of just the usual types.
 
-    Args: ``tensors`` as inputs.TENSORS lists them; ``options``: causal, window, softmax_scale, softcap, return_lse,
+    Args: ``tensors`` as ``repeats.answer`` takes them; ``options``: causal, window, softmax_scale, softcap, return_lse,
     backend; ``longest``: the max_seqlens; ``paged``: kv_layout, num_splits, batch_invariant.
     """
     q = tensors[0]
@@ -145,7 +145,7 @@ def repeated_extended(
     found = repeats.answer("paged", (turned, k_cache, v_cache, cu_seqlens_q, page_table, lengths, *rest), asked_for)
     if found is None:  # it was checked when it came first: what was planned of it is forgotten, or there is a copy
         kwargs = dict(zip(repeats.OPTIONS, asked_for, strict=True))
-        kwargs |= dict(zip(("attn_mask", "alibi_slopes", "sinks"), rest, strict=True)) | {"cu_seqlens_q": cu_seqlens_q}
+        kwargs |= dict(zip(TENSORS["paged"][6:], rest, strict=True)) | {"cu_seqlens_q": cu_seqlens_q}
         found = torch.ops.xattn.attention_paged(turned, k_cache, v_cache, page_table, lengths, **kwargs)
     return (found[0], found[1]) if options[4] else found[0]
 

@@ -17,7 +17,7 @@ from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
 from .inputs import TENSORS, Inputs, is_direct, present
 from .kernel_call import Call, Output, Shape, slot
-from .launch_params import Divisor, ForwardParams, Operand
+from .launch_params import Divisor, ForwardParams, Operand, Scale
 from .problem import Problem, SizeBucket
 
 TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
@@ -26,6 +26,7 @@ _PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi", "seqlens_k": "seqused_k
 # Values that only the device can see, by their bits in index64.
 _INDEX_BITS = {"cu_seqlens_q": 0, "cu_seqlens_k": 1, "seqused_k": 2, "seqlens_k": 2, "page_table": 3}
 _ELEMENTS = ("bf16", "fp16")
+CACHES = {torch.float8_e4m3fn: "e4m3", torch.float8_e4m3fnuz: "e4m3fnuz"}  # of 8 bits, as kernels name them
 _MASKS = ("none", "boolean", "added16", "added32")
 _PAGED_MASKS = ("none", "tree")
 
@@ -60,6 +61,24 @@ SHARED_CAPABILITY = replace(
     as_it_lies=frozenset({"paged"}),
 )
 
+
+def fp8_cache(capability: Capability, cache: str, archs: frozenset[str] | None = None) -> Capability:
+    """What the decode kernel answers of caches of 8 bits, ``cache`` by its name in inputs.DTYPES, on the devices of
+    ``capability``, or ``archs`` of them."""
+    dims = HeadDims(largest=256, multiple_of=16)
+    return replace(
+        capability,
+        archs=capability.archs if archs is None else archs,
+        kinds=frozenset({"paged"}),
+        dtypes=frozenset((element, cache) for element in _ELEMENTS),
+        head_dim=dims,
+        head_dim_v=dims,
+        features=capability.features | {"scales", "attn_mask_tree"},
+        as_it_lies=frozenset({"paged"}),
+        page_size_multiple_of=1,
+    )
+
+
 # What the 32-bit numbers of csrc_cuda hold. Blocks that take tile after tile count beyond the last one by two grids at
 # most (arch/sm90/tiles.h); a row or key, a tile and a window's distance (below 2^30) add up to less than 2^31.
 MOST_TILES = 2**31 - 2**12
@@ -72,16 +91,18 @@ Fields = tuple[tuple[str, ConfigValue], ...]  # of a kernel's Config struct; the
 Tiles = tuple[tuple[int, int, int, int, int], ...]  # rows (largest head dimension, four numbers that have names)
 
 
-def chosen_tile(tiles: Tiles, names: tuple[str, ...], head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
-    """The part of a configuration that the head dimensions decide; images exist for multiples of 32."""
-    dims = [(n + 31) // 32 * 32 for n in (head_dim, head_dim_v)]
+def chosen_tile(
+    tiles: Tiles, names: tuple[str, ...], head_dim: int, head_dim_v: int, multiple: int = 32
+) -> tuple[tuple[str, int], ...]:
+    """The part of a configuration that the head dimensions decide; images exist for multiples of ``multiple``."""
+    dims = [-(-n // multiple) * multiple for n in (head_dim, head_dim_v)]
     row = next(row for row in tiles if max(dims) <= row[0])
     return (("head_dim", dims[0]), ("head_dim_v", dims[1]), *zip(names, row[1:], strict=True))
 
 
-def padded_dims(tiles: Tiles) -> Iterator[tuple[int, int]]:
+def padded_dims(tiles: Tiles, multiple: int = 32) -> Iterator[tuple[int, int]]:
     """(head_dim, head_dim_v) of all images."""
-    dims = range(32, tiles[-1][0] + 1, 32)
+    dims = range(multiple, tiles[-1][0] + 1, multiple)
     return product(dims, dims)
 
 
@@ -208,7 +229,7 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
     mask = "none"
     if x.attn_mask is not None:
         t = x.attn_mask
-        if t.dtype != torch.bool and t.dtype not in (q.dtype, torch.float32):
+        if t.dtype not in (torch.bool, torch.float32, torch.bfloat16 if q.element_size() == 1 else q.dtype):
             t = _narrowed(t)
         mask = "boolean" if t.dtype == torch.bool else "added32" if t.dtype == torch.float32 else "added16"
         mask = "tree" if paged else mask
@@ -220,6 +241,11 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
         p.alibi_batch_stride = t.stride(0) if t.dim() == 2 else 0
     if x.sinks is not None:
         tensors["sinks"] = _floats(x.sinks)
+    for name in ("q_scale", "k_scale", "v_scale"):
+        t = getattr(x, name)
+        if t is not None:
+            tensors[name] = t if t.dtype == torch.float32 else t.float()
+            setattr(p, name, Scale.of(tensors[name]))
     for name, bit in _INDEX_BITS.items():
         t = getattr(x, name)
         if t is not None:
@@ -236,9 +262,10 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
     return Forward(p, ordered, tuple(outputs), mask)
 
 
-def switches(x: Inputs, mask: str) -> Fields:
-    """The part of an image's configuration that the features of a call decide."""
-    return _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, x.scale <= 0.0)
+def switches(x: Inputs, mask: str, scaled: bool = False) -> Fields:
+    """The part of an image's configuration that the features of a call decide. ``scaled``: scores have a factor that
+    only the device knows."""
+    return _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, scaled or x.scale <= 0.0)
 
 
 def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none", any_scale: bool = False) -> Fields:
@@ -246,16 +273,19 @@ def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none
     return (("any_scale", any_scale and plain), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
 
 
-def variants(paged: bool = False) -> Iterator[tuple[str, Fields]]:
+def variants(
+    paged: bool = False, scaled: bool = False, elements: tuple[str, ...] = _ELEMENTS
+) -> Iterator[tuple[str, Fields]]:
     """(element, switches) of every image of a tile."""
-    for element in _ELEMENTS:
-        yield element, _switches(any_scale=True)
+    for element in elements:
+        if not scaled:
+            yield element, _switches(any_scale=True)
         for softcap, alibi, mask in product((False, True), (False, True), _PAGED_MASKS if paged else _MASKS):
-            yield element, _switches(softcap, alibi, mask)
+            yield element, _switches(softcap, alibi, mask, scaled)
 
 
 def element(x: Inputs) -> tuple[str, str]:
-    return ("element", "fp16" if x.q.dtype == torch.float16 else "bf16")
+    return ("element", {torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}.get(x.q.dtype, "bf16"))
 
 
 def choose(entry: str, fields: Fields, arch: str) -> tuple[Image, Callable[[Image], Image]]:

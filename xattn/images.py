@@ -39,8 +39,8 @@ class ImageSpec:
     """What an image is made from. ``entry``: the source file, relative to a source root; ``config``: fields of its
     Config struct, by name.
 
-    Values: numbers and booleans become constants, the field "element" a type (fp16, bf16), other strings enumerators of
-        ``attn_mask``.
+    Values: numbers and booleans become constants, the fields "element" (fp16, bf16) and "cache" (those, e4m3, e4m3fnuz)
+        types, other strings enumerators of ``attn_mask``.
     """
 
     entry: str
@@ -51,8 +51,8 @@ class ImageSpec:
         """The text of config.h."""
         lines = []
         for name, value in self.config:
-            if name == "element":
-                lines.append(f"    using Element = {value};")
+            if name in ("element", "cache"):
+                lines.append(f"    using {name.capitalize()} = {value};")
             elif isinstance(value, bool):
                 lines.append(f"    static constexpr bool {name} = {str(value).lower()};")
             elif isinstance(value, int):
@@ -101,7 +101,8 @@ class Image:
         entry, _, rest = self.name.partition(" [")
         config = dict(pair.split("=", 1) for pair in rest.partition("]")[0].split(", ") if "=" in pair)
         head_dim, head_dim_v = config.get("head_dim", ""), config.get("head_dim_v", "")
-        parts = [config.get("element", "")]
+        element, cache = config.get("element", ""), config.get("cache", "")
+        parts = [element if cache in ("", element) else f"{element}, cache {cache}"]
         if head_dim:
             parts.append(f"head_dim {head_dim}" + (f", v {head_dim_v}" if head_dim_v not in ("", head_dim) else ""))
             parts.append(f"tile {config.get('tile_m', '')}x{config.get('tile_n', '')}")

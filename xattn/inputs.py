@@ -69,10 +69,17 @@ _NOT_DIFFERENTIABLE = (
 
 
 # The tensors of a call that native kernels read, in the order in which they are handed to a launch.
+_SCALES = ("q_scale", "k_scale", "v_scale")
 TENSORS = {
-    "attention": ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
-    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
-    "paged": ("q", "k", "v", "cu_seqlens_q", "page_table", "seqlens_k", "attn_mask", "alibi_slopes", "sinks"),
+    "attention": ("q", "k", "v", "attn_mask", "alibi_slopes", "sinks", "seqused_k", *_SCALES),
+    "varlen": (
+        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attn_mask", "alibi_slopes", "sinks", "seqused_k"),
+        *_SCALES,
+    ),
+    "paged": (
+        *("q", "k", "v", "cu_seqlens_q", "page_table", "seqlens_k", "attn_mask", "alibi_slopes", "sinks"),
+        *_SCALES,
+    ),
 }
 
 

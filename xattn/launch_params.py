@@ -41,6 +41,17 @@ class Divisor(ctypes.Structure):
         return cls(value, (1 << shift) // value + 1, shift)
 
 
+class Scale(ctypes.Structure):
+    """Factors by sequence and key head: address, and strides in elements, 0 where there is one for all."""
+
+    _fields_ = (("data", _PTR), ("batch_stride", _S64), ("head_stride", _S64))
+
+    @classmethod
+    def of(cls, t: Tensor) -> Scale:
+        """One number, or (batch, heads_kv)."""
+        return cls(t.data_ptr(), *(t.stride() if t.dim() == 2 else (0, 0)))
+
+
 class ForwardParams(ctypes.Structure):
     """See csrc_cuda/kernels/params.h for the meaning of each field."""
 
@@ -93,6 +104,9 @@ class ForwardParams(ctypes.Structure):
         ("partials", _PTR),
         ("num_splits", _S32),
         ("queue", _S32),
+        ("q_scale", Scale),
+        ("k_scale", Scale),
+        ("v_scale", Scale),
     )
 
     def order_tiles(self, heads_in_section: int) -> None:

@@ -32,7 +32,7 @@ OPTIONS = (
     "num_splits",
     "batch_invariant",
 )
-_OTHERS = ("dropout_p", "q_scale", "k_scale", "v_scale", "score_mod", "mask_mod", "epilogue", "out_dtype")
+_OTHERS = ("dropout_p", "score_mod", "mask_mod", "epilogue", "out_dtype")
 
 _MOST = 4096
 _known: dict[tuple, Prepared] = {}
@@ -45,7 +45,8 @@ modes = torch._C._len_torch_dispatch_stack
 def answer(kind: str, tensors: tuple[Any, ...], options: tuple) -> list[Tensor] | None:
     """The outputs of a call that came before; None where it did not, or has to be planned.
 
-    Args: ``tensors`` in the order of inputs.TENSORS[kind], ``options`` in that of OPTIONS.
+    Args: ``tensors`` in the order of inputs.TENSORS[kind], of calls that are not paged without the scales where there
+    are none; ``options`` in that of OPTIONS.
     """
     grad = torch.is_grad_enabled()
     inputs = []
@@ -103,8 +104,15 @@ def remember(
         return
     if len(_known) >= _MOST:
         _known.clear()
-    tensors = (*(getattr(x, name) for name in TENSORS[x.kind]), *new)
+    tensors = (*asked(x), *new)
     _known[_question(kind or x.kind, tensors, (*(getattr(x, name) for name in OPTIONS), *options))] = prepared
+
+
+def asked(x: Inputs) -> tuple[Tensor | None, ...]:
+    """The tensors of a question."""
+    tensors = tuple(getattr(x, name) for name in TENSORS[x.kind])
+    # The scales are the last ones: where there are none, a dense or packed call is not kept up by them.
+    return tensors if x.kind == "paged" or any(t is not None for t in tensors[-3:]) else tensors[:-3]
 
 
 def forget() -> None:

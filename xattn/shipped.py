@@ -20,7 +20,8 @@ ARCHS = ("sm_80", "compute_80", "sm_90a", "gfx90a", "gfx942", "gfx950")
 class Row:
     """Ships the images of ``backends`` (empty: of all) whose configuration agrees.
 
-    ``values`` gives the allowed values of a field; a field that it does not name must be as in a plain call.
+    ``values`` gives the allowed values of fields that an image must have; one that it does not name must be as in a
+    plain call.
     ``head_dims``: pairs; empty: all with head_dim = head_dim_v. Images that serve all head dimensions are taken.
     """
 
@@ -30,15 +31,18 @@ class Row:
 
     def takes(self, backend: str, spec: ImageSpec) -> bool:
         config, values = dict(spec.config), self.values or {}
-        if self.backends and backend not in self.backends:
+        if (self.backends and backend not in self.backends) or not values.keys() <= config.keys():
             return False
         dims = (config.get("head_dim"), config.get("head_dim_v"))  # an image without them serves all
         if dims[0] is not None and (dims not in self.head_dims if self.head_dims else dims[0] != dims[1]):
             return False
-        return all(value in values[name] if name in values else _is_plain(name, value) for name, value in spec.config)
+        return all(value in values[name] if name in values else _is_plain(name, config) for name, value in spec.config)
 
 
-def _is_plain(name: str, value: ConfigValue) -> bool:
+def _is_plain(name: str, config: Mapping[str, ConfigValue]) -> bool:
+    value = config[name]
+    if name == "cache":  # holds what q does
+        return value == config["element"]
     return value == "none" if name == "attn_mask" else value is not True or name == "keep_q"
 
 

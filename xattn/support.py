@@ -14,6 +14,7 @@ from .problem import Problem, SizeBucket
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950", "cpu")
 
 _PLAIN = Problem(causal=True)
+_PAGED = replace(_PLAIN, kind="paged", page_size=64, kv_layout="NHD")
 _SIZE = SizeBucket.of(2, 32, 1024, 1024)
 _GRADS = ("q", "k", "v")
 
@@ -47,12 +48,10 @@ ROWS: tuple[tuple[str, Problem], ...] = (
     ("backward through lse", replace(_PLAIN, grads=_GRADS, return_lse=True)),
     ("varlen", replace(_PLAIN, kind="varlen")),
     ("varlen, backward", replace(_PLAIN, kind="varlen", grads=_GRADS)),
-    ("paged", replace(_PLAIN, kind="paged", page_size=64, kv_layout="NHD")),
-    (
-        "paged, fp8 cache",
-        replace(_PLAIN, kind="paged", page_size=64, kv_layout="NHD", dtype_kv="fp8_e4m3", scales=True),
-    ),
-    ("paged, tree mask", replace(_PLAIN, kind="paged", page_size=64, kv_layout="NHD", attn_mask="tree")),
+    ("paged", _PAGED),
+    ("paged, fp8 (e4m3) cache", replace(_PAGED, dtype_kv="fp8_e4m3", scales=True)),
+    ("paged, fp8 (e4m3fnuz) cache", replace(_PAGED, dtype_kv="fp8_e4m3fnuz", scales=True)),
+    ("paged, tree mask", replace(_PAGED, attn_mask="tree")),
 )
 
 

@@ -8,9 +8,11 @@
 // nothing is read outside the tensors: a token without a place in the cache is dropped and reported.
 //
 // Rounding is that of torch's operations in float32 (xattn/rotary.py, xattn/paging.py): products and sums of a rotation
-// each for itself, its result to the element, and then a quotient by the scale to the cache's.
+// each for itself, its result to the element, and then a quotient by the scale to the cache's. A cache of 8 bits holds
+// what is nearest to the quotient, and its largest number for larger ones.
 #pragma once
 
+#include "kernels/fp8.h"
 #include "kernels/paging.h"
 #include "kernels/params.h"
 
@@ -58,7 +60,9 @@ struct AppendParams {
 template <class Arch, class Config>
 struct Append {
     using Element = typename Config::Element;
+    using Cache = typename Config::Cache;  // the Element, or of 8 bits
     using Table = PageTableOf<AppendParams>;
+    static constexpr bool kNarrow = sizeof(Cache) == 1;
     static constexpr int kThreads = 4 * Arch::kWarpSize;
     static constexpr int kSharedBytes = 0;
 
@@ -241,9 +245,10 @@ struct Append {
     }
 
     // ---- whether rows can be taken in units of 8
+    template <class T = Element>
     XATTN_DEVICE static bool whole(const Operand& x, s32 cols) {
-        const u64 strides = u64(x.batch_stride | x.row_stride | x.head_stride) * 2;
-        return ((reinterpret_cast<u64>(x.data) | strides | u64(cols) * 2) & 15) == 0;
+        const u64 strides = u64(x.batch_stride | x.row_stride | x.head_stride) * sizeof(T);
+        return ((reinterpret_cast<u64>(x.data) | strides | u64(cols) * sizeof(T)) & (8 * sizeof(T) - 1)) == 0;
     }
     XATTN_DEVICE static bool whole_tables(const AppendParams& p) {
         const u64 size = p.narrow_tables ? 2 : 4, strides = u64(p.cos_stride | p.sin_stride) * size;
@@ -263,8 +268,8 @@ struct Append {
         if (!has_room) return;
         const typename Table::Place place = Table::of(p, t.sequence).at(s32(position));
         if (place.page < 0) return;
-        const bool chunks = whole(p.k_cache, p.head_dim) && whole(p.k_new, p.head_dim) && whole_tables(p) &&
-                            (!p.v_new.data || (whole(p.v_cache, p.head_dim_v) && whole(p.v_new, p.head_dim_v)));
+        const bool chunks = whole<Cache>(p.k_cache, p.head_dim) && whole(p.k_new, p.head_dim) && whole_tables(p) &&
+                            (!p.v_new.data || (whole<Cache>(p.v_cache, p.head_dim_v) && whole(p.v_new, p.head_dim_v)));
         const s32 row = p.cu_seqlens_new ? s32(n) : t.index;
         if (chunks)
             write<8>(p, t.sequence, row, place, angle, part);
@@ -282,23 +287,40 @@ struct Append {
             const s32 col = s32(index - head * each) * n;
             const Operand &from = is_v ? p.v_new : p.k_new, &to = is_v ? p.v_cache : p.k_cache;
             const u16* source = row_of(from, p.cu_seqlens_new ? 0 : sequence, row, head);
-            u16* target = row_of(to, place.page, place.slot, head) + col;
-            Unit<n> x = is_v ? Unit<n>::at(source + col) : turned<n>(p, source, col, angle);
+            Cache* target = row_of<Cache>(to, place.page, place.slot, head) + col;
+            const Unit<n> x = is_v ? Unit<n>::at(source + col) : turned<n>(p, source, col, angle);
             const float* scale = is_v ? p.v_scale : p.k_scale;
             if (scale) {
                 const s64 at = is_v ? sequence * p.v_scale_batch_stride + head * p.v_scale_head_stride
                                     : sequence * p.k_scale_batch_stride + head * p.k_scale_head_stride;
-                x = divided(x, scale[at]);
+                scale += at;
             }
-            x.store(target);
+            if (kNarrow || scale)
+                store(target, x, scale);
+            else
+                x.store(reinterpret_cast<u16*>(target));
         }
     }
+    // Divided by the scale, where there is one, and rounded to the cache's numbers.
     template <int n>
-    XATTN_DEVICE static Unit<n> divided(const Unit<n>& x, float scale) {
+    XATTN_DEVICE static void store(Cache* target, const Unit<n>& x, const float* scale) {
         float y[n];
         XATTN_UNROLL
-        for (int i = 0; i < n; ++i) y[i] = Arch::exact_quotient(widened(x.x[i]), scale);
-        return packed(y);
+        for (int i = 0; i < n; ++i) {
+            y[i] = widened(x.x[i]);
+            if (scale) y[i] = Arch::exact_quotient(y[i], *scale);
+        }
+        if constexpr (kNarrow) {
+            u64 all = 0;
+            XATTN_UNROLL
+            for (int i = 0; i < n; ++i) all |= u64(Arch::template rounded<Cache>(y[i])) << (8 * i);
+            if constexpr (n == 8)
+                *reinterpret_cast<u64*>(target) = all;
+            else
+                target->bits = u8(all);
+        } else {
+            packed(y).store(reinterpret_cast<u16*>(target));
+        }
     }
 
     XATTN_DEVICE static void rotate(const AppendParams& p, u32 block) {
@@ -329,8 +351,9 @@ struct Append {
         }
     }
 
-    XATTN_DEVICE static u16* row_of(const Operand& x, s32 sequence, s32 row, u32 head) {
-        return static_cast<u16*>(x.data) + sequence * x.batch_stride + row * x.row_stride + s64(head) * x.head_stride;
+    template <class T = u16>
+    XATTN_DEVICE static T* row_of(const Operand& x, s32 sequence, s32 row, u32 head) {
+        return static_cast<T*>(x.data) + sequence * x.batch_stride + row * x.row_stride + s64(head) * x.head_stride;
     }
 };
 

@@ -2,7 +2,7 @@
 // row.
 #pragma once
 
-#include "kernels/platform.h"
+#include "kernels/fp8.h"
 
 namespace xattn {
 
@@ -60,6 +60,13 @@ struct ArchBase {
     template <class Element>
     XATTN_DEVICE static u32 pack(float low, float high) {
         return Isa::pack(Element{}, low, high);
+    }
+
+    XATTN_DEVICE static float number(u32 bits) { return Isa::number(bits); }
+    // The code of an 8-bit float (fp8.h).
+    template <class Cache>
+    XATTN_DEVICE static u32 rounded(float x) {
+        return rounded_fp8<Isa, Cache>(x);
     }
 
     // ---- floats in shared memory

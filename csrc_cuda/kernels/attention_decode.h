@@ -6,6 +6,9 @@
 // up in the page table, one to a lane, a block ahead of their copying. At the end the warps of a block merge in shared
 // memory; the blocks of a tile merge through global memory, by whichever comes last.
 // Up to p.num_splits thread blocks share the keys that the sequence really has.
+//
+// A cache of 8 bits (Config::Cache) is copied as it is and becomes 16 bits in registers, ahead of the products, which
+// is exact. The scale of keys enters with that of the scores, the scale of values with the division of the output.
 #pragma once
 
 #include "kernels/paging.h"
@@ -26,6 +29,7 @@ XATTN_GLOBAL u32 decode_ended[kDecodeQueues * (kDecodeTiles / 4)];
 template <class Arch, class Config>
 struct AttentionDecode {
     using Element = typename Config::Element;
+    using Cache = typename Config::Cache;  // of keys and values: the Element, or of 8 bits
     using Shared = typename Arch::Shared;
 
     static constexpr int kTileM = 16, kTileN = Config::tile_n, kWarps = Config::num_warps, kStages = Config::num_stages;
@@ -34,11 +38,16 @@ struct AttentionDecode {
     static constexpr int kRows = Arch::kRowsPerLane;
 
     using LayoutQ = TileLayout<kTileM, kDim>;
-    using LayoutK = TileLayout<kTileN, kDim>;
-    using LayoutV = TileLayout<kTileN, kDimV>;
+    using LayoutK = TileLayout<kTileN, kDim* int(sizeof(Cache)) / 2>;  // layouts count in 16 bits
+    using LayoutV = TileLayout<kTileN, kDimV* int(sizeof(Cache)) / 2>;
     using S = Scores<Arch, Config, true>;
     using Soft = Softmax<Arch, S, kRows>;
-    using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV>;
+    static constexpr bool kNarrow = sizeof(Cache) == 1;
+    using Product = typename Choose<kNarrow, typename Arch::template NarrowProduct<Element>, Element>::Type;
+    using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV, Cache, Product>;
+    static constexpr bool kScaledRows = !Same<Product, Element>::value;  // of Q: bf16 holds what fp16 does not
+    static constexpr int kChunk = 16 / int(sizeof(Cache));  // elements of the cache that are copied at once
+    static_assert(!kNarrow || !S::kPlain, "the scale of keys, which may be of any sign, is a factor of scores");
 
     static constexpr int kStageBytes = LayoutK::bytes + LayoutV::bytes;
     static constexpr int kRingBytes = kStages * kStageBytes;
@@ -47,7 +56,8 @@ struct AttentionDecode {
     static constexpr int kPitch = kDimV + 4;
     static constexpr int kPartBytes = (kTileM * kPitch + 2 * kTileM) * 4;
     static constexpr int kFlag = kWarps * kPartBytes;
-    static constexpr int kSharedBytes = max_of(kRing + kWarps * kRingBytes, kFlag + 16);
+    static constexpr int kFactors = kRing + kWarps * kRingBytes;  // of the rows of Q
+    static constexpr int kSharedBytes = max_of(kFactors + (kNarrow ? 4 * kTileM : 0), kFlag + 16);
     // The same in global memory, of each split: rows without padding.
     static constexpr s64 kPartial = kTileM * (kDimV + 2);
     static constexpr int kColumns = kDimV / 4;  // of four elements, in which rows are merged
@@ -93,7 +103,10 @@ struct AttentionDecode {
         PageTable::Place places[kStages];
         XATTN_UNROLL
         for (int i = 0; i < kStages; ++i) places[i] = keys.find(n + i * kWarps);
-        copy_q(p, t, seq, row0, rows, shared, thread);
+        if constexpr (kNarrow)
+            copy_narrow_q(p, t, seq, row0, rows, shared, warp, lane);
+        else
+            copy_q(p, t, seq, row0, rows, shared, thread);
         Arch::copy_commit();
         XATTN_UNROLL
         for (int i = 0; i < kStages - 1; ++i) {
@@ -102,8 +115,7 @@ struct AttentionDecode {
         }
         PageTable::Place place = places[kStages - 1];
         const Shared pq = Arch::template rows_pointer<LayoutQ>(shared, 0, lane);
-        Shared pk = Arch::template keys_pointer<LayoutK>(ring, lane);
-        Shared pv = Arch::template values_pointer<LayoutV>(ring + LayoutK::bytes, lane);
+        Shared pk = State::keys_pointer(ring, lane), pv = State::values_pointer(ring + LayoutK::bytes, lane);
         Shared next = ring + (kStages - 1) * kStageBytes;
         Arch::template copy_wait<kStages - 1>();
         Arch::barrier();  // Q is there for all
@@ -113,7 +125,11 @@ struct AttentionDecode {
         s.clear_output();
         if (State::kKeepQ) s.keep_q(pq);
         const s64 query0 = p.cu_seqlens_q ? seq.start_q : s64(t.sequence) * p.seqlen_q;
-        const S scores(p, visible, t.sequence, t.kv_head * ratio, row0, lane, query0);
+        S scores(p, visible, t.sequence, t.kv_head * ratio, row0, lane, query0);
+        XATTN_UNROLL
+        for (int r = 0; r < kRows && kScaledRows; ++r)
+            scores.row_factor[r] = Arch::load_float(shared + kFactors + 4 * Arch::row_of(lane, r));
+        if (kNarrow) scores.factor = p.q_scale.of(t.sequence, t.kv_head) * p.k_scale.of(t.sequence, t.kv_head);
 
         s32 stage = 0;
         for (; n < n_end; n += kWarps) {
@@ -159,8 +175,8 @@ struct AttentionDecode {
 
         // `place`: what `find` said of the block.
         XATTN_DEVICE void start(Shared stage, const PageTable::Place& place) const {
-            const u16* k = static_cast<const u16*>(p.k.data) + head * p.k.head_stride;
-            const u16* v = static_cast<const u16*>(p.v.data) + head * p.v.head_stride;
+            const Cache* k = static_cast<const Cache*>(p.k.data) + head * p.k.head_stride;
+            const Cache* v = static_cast<const Cache*>(p.v.data) + head * p.v.head_stride;
             if constexpr (kDim == kDimV) {  // each key is handed over once for both
                 each_chunk<kDim>(place, [&](int row, int col, PageTable::Place at) {
                     copy<LayoutK>(stage, k, p.k, row, col, at, p.head_dim);
@@ -179,19 +195,20 @@ struct AttentionDecode {
         // The lane's chunks of a block of rows of kCols elements.
         template <int kCols, class Act>
         XATTN_DEVICE void each_chunk(const PageTable::Place& place, Act act) const {
-            constexpr int per_row = kCols / 8, chunks = kTileN * per_row, lanes = Arch::kWarpSize;
+            constexpr int per_row = kCols / kChunk, chunks = kTileN * per_row, lanes = Arch::kWarpSize;
             XATTN_UNROLL
             for (int i = 0; i < (chunks + lanes - 1) / lanes; ++i) {
                 const int index = lane + i * lanes, row = min_of(index / per_row, kTileN - 1);
                 const PageTable::Place at{Arch::shuffle(place.page, row), Arch::shuffle(place.slot, row)};
-                if (chunks % lanes == 0 || index < chunks) act(row, index % per_row * 8, at);
+                if (chunks % lanes == 0 || index < chunks) act(row, index % per_row * kChunk, at);
             }
         }
         template <class Layout>
-        XATTN_DEVICE static void copy(Shared tile, const u16* cache, const Operand& x, int row, int col,
+        XATTN_DEVICE static void copy(Shared tile, const Cache* cache, const Operand& x, int row, int col,
                                       PageTable::Place at, s32 cols) {
             const bool valid = at.page >= 0 && col < cols;
-            Arch::copy_async(tile, Layout::chunk_at(row, col), valid ? at.in(cache, x) + col : cache, valid);
+            const u32 target = Layout::chunk_at(row, col * int(sizeof(Cache)) / 2);
+            Arch::copy_async(tile, target, valid ? at.in(cache, x) + col : cache, valid);
         }
     };
 
@@ -215,11 +232,48 @@ struct AttentionDecode {
         }
     }
 
+    // The same for keys of 8 bits: a warp takes a row, a lane 16 elements. Where those become fp16, a row is multiplied
+    // by the power of two that brings its largest number to 2^14, so that what falls out is less than 2^-38 of that.
+    XATTN_DEVICE static void copy_narrow_q(const ForwardParams& p, const Part& t, const Sequence& seq, s32 row0,
+                                           s32 rows, Shared shared, int warp, int lane) {
+        const u16* q = static_cast<const u16*>(p.q.data);
+        for (int row = warp; row < kTileM; row += kWarps) {
+            const int col = 16 * lane;
+            u32 x[8] = {};
+            if (row0 + row < rows && col < p.head_dim) {
+                const u16* source = q + place(p.q, p, t, seq, row0 + row) + col;
+                load_words(x, source, 0), load_words(x, source, 4);
+            }
+            if constexpr (kScaledRows) {
+                static_assert(Same<Element, bf16>::value && Same<Product, fp16>::value, "by their exponents");
+                s32 top = 0;
+                XATTN_UNROLL
+                for (int i = 0; i < 8; ++i) top = max_of(top, max_of(s32(x[i] & 0x7fff), s32(x[i] >> 16 & 0x7fff)));
+                XATTN_UNROLL
+                for (int m = 1; m < Arch::kWarpSize; m *= 2) top = max_of(top, Arch::shuffle(top, lane ^ m));
+                const s32 exponent = max_of(top >> 7, 16);  // 127 more than it means; smaller ones need no more room
+                const float factor = Arch::number(u32(127 + 127 + 14 - exponent) << 23);
+                XATTN_UNROLL
+                for (int i = 0; i < 8; ++i)
+                    x[i] = Arch::template pack<Product>(Arch::template to_float<Element>(u16(x[i])) * factor,
+                                                        Arch::template to_float<Element>(u16(x[i] >> 16)) * factor);
+                if (lane == 0) Arch::store_float(shared + kFactors + 4 * row, Arch::number(u32(exponent - 14) << 23));
+            }
+            if (col < kDim) Arch::template store_query<LayoutQ>(shared, row, col, x);
+        }
+    }
+    XATTN_DEVICE static void load_words(u32 (&x)[8], const u16* source, int first) {
+        u32 four[4];
+        Arch::load_global(four, source + 2 * first);
+        XATTN_UNROLL
+        for (int i = 0; i < 4; ++i) x[first + i] = four[i];
+    }
+
     XATTN_DEVICE static void lay_down(State& s, Shared part, int lane) {
         XATTN_UNROLL
         for (int d = 0; d < kDimV / 16; ++d) XATTN_UNROLL
         for (int e = 0; e < Arch::kElements; ++e) {
-            const int row = Arch::row_of(lane, Arch::row_slot(e)), col = d * 16 + Arch::col_of(lane, e);
+            const int row = Arch::row_of(lane, Arch::row_slot(e)), col = d * 16 + State::output_col(lane, e);
             Arch::store_float(part + (row * kPitch + col) * 4, s.acc_o[0][d].x[e]);
         }
         XATTN_UNROLL
@@ -346,6 +400,7 @@ struct AttentionDecode {
             if (col < p.head_dim_v) {
                 u16* out = static_cast<u16*>(p.out.data) + place(p.out, p, t, seq, row0 + row) + col;
                 if (inverse == 0.0f) m.x[0] = m.x[1] = m.x[2] = m.x[3] = 0.0f;  // it has no key
+                if (kNarrow && inverse != 0.0f) m.scale(p.v_scale.of(t.sequence, t.kv_head));
                 const u64 low = Arch::template pack<Element>(m.x[0] * inverse, m.x[1] * inverse);
                 const u64 high = Arch::template pack<Element>(m.x[2] * inverse, m.x[3] * inverse);
                 *reinterpret_cast<u64*>(out) = low | high << 32;

@@ -17,7 +17,8 @@ struct PageTableOf {
 
     struct Place {
         s32 page, slot;  // page -1: the table holds no page of the cache there, which is reported
-        XATTN_DEVICE const u16* in(const u16* cache, const Operand& x) const {
+        template <class T>
+        XATTN_DEVICE const T* in(const T* cache, const Operand& x) const {
             return cache + page * x.batch_stride + slot * x.row_stride;
         }
     };

@@ -29,6 +29,16 @@ XATTN_DEVICE u32 quotient(u32 n, const Divisor& d) { return u32((u64(n) * d.mult
 // Bad values that only the device can see, by their place in the status words (xattn/status.py).
 enum class Status { cu_seqlens, max_seqlen, seqlens_k, page_table, rotary, no_room };
 
+// Factors by sequence and key head; null: 1.
+struct Scale {
+    const float* data;
+    s64 batch_stride;
+    s64 head_stride;
+    XATTN_DEVICE float of(s32 sequence, s32 head) const {
+        return data ? data[sequence * batch_stride + head * head_stride] : 1.0f;
+    }
+};
+
 struct ForwardParams {
     Operand q, k, v, out;
     float* lse;  // (batch, heads_q, seqlen_q), or (heads_q, total_q) where q is packed; null: not wanted
@@ -85,6 +95,8 @@ struct ForwardParams {
     float* partials;
     s32 num_splits;
     s32 queue;  // number of the launch's counters; -1: none
+    // Of caches of 8 bits.
+    Scale q_scale, k_scale, v_scale;
 };
 
 }  // namespace xattn

@@ -30,6 +30,13 @@ struct fp16 {
 struct bf16 {
     u16 bits;
 };
+// 8-bit floats of caches likewise (fp8.h).
+struct e4m3 {
+    u8 bits;
+};
+struct e4m3fnuz {
+    u8 bits;
+};
 
 // 16 bytes, the unit of copies.
 struct alignas(16) Chunk {
@@ -44,6 +51,23 @@ template <class T>
 XATTN_DEVICE constexpr T max_of(T a, T b) {
     return a > b ? a : b;
 }
+
+template <bool first, class A, class B>
+struct Choose {
+    using Type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+    using Type = B;
+};
+template <class A, class B>
+struct Same {
+    static constexpr bool value = false;
+};
+template <class A>
+struct Same<A, A> {
+    static constexpr bool value = true;
+};
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;

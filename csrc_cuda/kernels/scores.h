@@ -18,6 +18,33 @@ namespace xattn {
 
 enum class Mask { none, boolean, added16, added32, tree };
 
+// The scale of plain scores where it is not the launch's.
+struct Factor {
+    float scale;
+};
+
+// How large the weights of a row become, in powers of 2: its reference moves where a score exceeds it by more than
+// `slack`, and all weights are 2^lift times as large, which the division by their sum takes back. An 8-bit weight, of
+// 2^-9 to 448, holds small ones then.
+template <class Element>
+struct WeightRange {
+    static constexpr float slack = 8.0f, lift = 0.0f;
+};
+template <>
+struct WeightRange<e4m3> {
+    static constexpr float slack = 2.0f, lift = 6.0f;
+};
+
+// What results are rounded to, and 16-bit masks hold, beside elements of q.
+template <class Element>
+struct WideOf {
+    using Type = Element;
+};
+template <>
+struct WideOf<e4m3> {
+    using Type = bf16;
+};
+
 template <class Arch, class Config, bool kPackHeads = false>
 struct Scores {
     static constexpr bool kPlain =
@@ -25,6 +52,8 @@ struct Scores {
     static constexpr bool kAdded = Config::attn_mask == Mask::added16 || Config::attn_mask == Mask::added32;
     static constexpr float kUnit = kAdded ? 1.0f : kLog2e;    // a natural logarithm in these units
     static constexpr float kToLog2 = kAdded ? kLog2e : 1.0f;  // these units in log2
+    static constexpr float kSlack = WeightRange<typename Config::Element>::slack / kToLog2,
+                           kLift = WeightRange<typename Config::Element>::lift / kToLog2;
     static constexpr int kKeyGroups = Config::tile_n / 16;
     using Accumulator = typename Arch::Accumulator;
 
@@ -35,11 +64,16 @@ struct Scores {
     const u8* mask_row;   // attn_mask at (sequence, head, 0, 0); a tree at the sequence's first query
     s32 row0;             // the warp's first row
     int lane;
+    // Of products, beside the scale: of all, and of the lane's rows. Where scores are not plain.
+    float factor = 1.0f;
+    float row_factor[Arch::kRowsPerLane];
 
     // `first_query`: the sequence's first in q, for trees.
     XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence, s32 head, s32 first_row, int lane_,
                         s64 first_query = 0)
         : p(params), visible(v), slopes(nullptr), slope(0.0f), mask_row(nullptr), row0(first_row), lane(lane_) {
+        XATTN_UNROLL
+        for (int r = 0; r < Arch::kRowsPerLane; ++r) row_factor[r] = 1.0f;
         if (Config::alibi) {
             slopes = p.alibi + sequence * p.alibi_batch_stride + head;
             if (!kPackHeads) slope = slopes[0] * kUnit;
@@ -55,13 +89,13 @@ struct Scores {
     // Products to scores, where they are not plain.
     XATTN_DEVICE void modify(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
         if (kPlain) return;
-        const float scale = Config::softcap ? p.scale : p.scale * (kUnit * kLn2), cap = p.softcap * (kUnit * kLn2);
+        const float scale = this->scale(), cap = p.softcap * (kUnit * kLn2);
         XATTN_UNROLL
         for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
         for (int e = 0; e < Arch::kElements; ++e) {
             const s32 place = row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)), row = query(p, place),
                       key = key0 + n * 16 + Arch::col_of(lane, e);
-            float x = s[n].x[e] * scale;
+            float x = s[n].x[e] * row_factor[Arch::row_slot(e)] * scale;
             if (Config::softcap) x = cap * Arch::tanh(x);
             if (Config::alibi) {
                 const s32 distance = row + visible.shift - key;
@@ -105,15 +139,17 @@ struct Scores {
         mask(p, s, limits(p, visible, Arch::fresh(row0) + group * 16, lane, key0));
     }
 
-    // The largest products of rows as scores.
-    XATTN_DEVICE static void to_scores(const ForwardParams& p, float (&largest)[Arch::kRowsPerLane]) {
+    // The largest products of rows as scores. Here and below, `p` is what has the scale: ForwardParams or Factor.
+    template <class Params>
+    XATTN_DEVICE static void to_scores(const Params& p, float (&largest)[Arch::kRowsPerLane]) {
         if (!kPlain) return;
         XATTN_UNROLL
         for (int r = 0; r < Arch::kRowsPerLane; ++r) largest[r] *= p.scale;
     }
 
     // A key's weight relative to its row's reference.
-    XATTN_DEVICE static float weight(const ForwardParams& p, float s, float base) {
+    template <class Params>
+    XATTN_DEVICE static float weight(const Params& p, float s, float base) {
         return kPlain ? Arch::exp2(Arch::fma(s, p.scale, -base)) : exponential(s - base);
     }
     XATTN_DEVICE static float exponential(float difference) { return Arch::exp2(difference * kToLog2); }
@@ -136,6 +172,13 @@ struct Scores {
     }
 
   private:
+    // Of products, in these units. It stays finite with a factor that is, so that 0 times it is 0.
+    XATTN_DEVICE float scale() const {
+        const float most = 3.402823466e38f, scale = (Config::softcap ? p.scale : p.scale * (kUnit * kLn2)) * factor;
+        if (factor == 1.0f || !(factor >= -most && factor <= most)) return scale;
+        return scale > most ? most : scale < -most ? -most : scale;
+    }
+
     template <bool bounded_left>
     XATTN_DEVICE static void mask(Accumulator (&s)[kKeyGroups], const Limits& limits) {
         XATTN_UNROLL
@@ -160,7 +203,8 @@ struct Scores {
         const u8* at = mask_row + (row * p.mask_row_stride + key * p.mask_col_stride) * kMaskBytes;
         if (Config::attn_mask == Mask::boolean) return *at ? x : -Arch::infinity();
         const float added = Config::attn_mask == Mask::added16
-                                ? Arch::template to_float<typename Config::Element>(*reinterpret_cast<const u16*>(at))
+                                ? Arch::template to_float<typename WideOf<typename Config::Element>::Type>(
+                                      *reinterpret_cast<const u16*>(at))
                                 : *reinterpret_cast<const float*>(at);
         return added == -Arch::infinity() ? added : x + added;  // it hides NaN, too
     }

@@ -1,7 +1,8 @@
 // Online softmax (Milakov and Gimelshein, 2018) of the rows that a lane holds, in the units of Scores.
 //
 // The reference of a row need not be its exact maximum: it moves only when a score exceeds it by kSlack, so that the
-// common step neither exchanges maxima between lanes nor rescales the output.
+// common step neither exchanges maxima between lanes nor rescales the output. Weights are relative to a base that lies
+// kLift below it (WeightRange in scores.h says why).
 //
 // Where scores are plain, one rounding makes a product a score relative to its base, and the base was rounded as well:
 // from kFar on the two differ by more than weights can hold. A score as large as the reference counts as a move there,
@@ -16,7 +17,7 @@ namespace xattn {
 // straight on; it takes registers.
 template <class Arch, class Scores, int kRows, bool kApart = false>
 struct Softmax {
-    static constexpr float kSlack = 8.0f;
+    static constexpr float kSlack = Scores::kSlack;
     static constexpr float kFar = 134217728.0f;  // 2^27: half a unit in the last place is 8
     // The reference of a row that has seen no key: less than any score, and no score that is plain is compared with it.
     XATTN_DEVICE static float none() { return Scores::kPlain ? -3.402823466e38f : -Arch::infinity(); }
@@ -30,8 +31,8 @@ struct Softmax {
 
     // Takes the largest score of each row among this lane's columns, and their scores or products in `s`; `base` is
     // what Scores::weight is to be given. Returns whether `factor` must be applied to the output.
-    template <class Accumulator, int n>
-    XATTN_DEVICE bool move_reference(const ForwardParams& p, const float (&largest)[kRows], float (&factor)[kRows],
+    template <class Params, class Accumulator, int n>
+    XATTN_DEVICE bool move_reference(const Params& p, const float (&largest)[kRows], float (&factor)[kRows],
                                      float (&base)[kRows], Accumulator (&s)[n]) {
         bool moves = false;
         XATTN_UNROLL
@@ -51,7 +52,9 @@ struct Softmax {
     }
 
     // What is subtracted from the scores of a row; 0 where it has seen no key.
-    XATTN_DEVICE static float base_of(float reference) { return reference == none() ? 0.0f : reference; }
+    XATTN_DEVICE static float base_of(float reference) {
+        return reference == none() ? 0.0f : reference - Scores::kLift;
+    }
     XATTN_DEVICE float base(int r) const { return base_of(reference[r]); }
 
     // How much less a row's sum and output weigh when its reference becomes `top`. Without a key they are 0, or NaN.
@@ -75,8 +78,8 @@ struct Softmax {
         }
     }
     // Where a row is far out: products of which Scores::weight makes, with a base of 0, what twice rounded scores give.
-    template <class Accumulator, int n>
-    XATTN_DEVICE static void make_exact(const ForwardParams& p, float (&base)[kRows], Accumulator (&s)[n]) {
+    template <class Params, class Accumulator, int n>
+    XATTN_DEVICE static void make_exact(const Params& p, float (&base)[kRows], Accumulator (&s)[n]) {
         bool far = false;
         XATTN_UNROLL
         for (int r = 0; r < kRows; ++r) far |= Arch::max(base[r], -base[r]) >= kFar;

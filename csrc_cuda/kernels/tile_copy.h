@@ -29,6 +29,9 @@ struct TileLayout {
         return address ^ u32((chunks == 8 ? i : i >> 1) << 4);
     }
 
+    // What the address of a chunk whose column is a multiple of 16 must become for the next one.
+    XATTN_DEVICE static constexpr u32 beside(u32 address) { return address ^ 16u; }
+
     // The address `row` rows below and `col` columns right of the chunk at `address`, for multiples of 16 that stay
     // within the tile where the chunk's own row is below 16 and its column below 16: one exclusive or and a constant,
     // since the tile is aligned to its rows' bytes.

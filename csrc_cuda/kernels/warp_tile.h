@@ -6,10 +6,11 @@
 
 namespace xattn {
 
-// S: the Scores. kRowGroups: 16-row groups of the warp. The layouts are those of the tiles in shared memory.
-template <class Arch, class Config, class S, int kRowGroups, class LayoutQ, class LayoutK, class LayoutV>
+// S: the Scores. kRowGroups: 16-row groups of the warp. The layouts are those of the tiles in shared memory. Cache:
+// what keys and values are there; those of 8 bits are widened on their way into registers. Element: what is multiplied.
+template <class Arch, class Config, class S, int kRowGroups, class LayoutQ, class LayoutK, class LayoutV,
+          class Cache = typename Config::Element, class Element = typename Config::Element>
 struct WarpTile {
-    using Element = typename Config::Element;
     using Accumulator = typename Arch::Accumulator;  // a 16 x 16 tile of float32
     using OperandA = typename Arch::OperandA;        // 16 rows x 16
     using OperandB = typename Arch::OperandB;        // 16 keys x 16
@@ -17,6 +18,8 @@ struct WarpTile {
     static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v, kKeyGroups = Config::tile_n / 16;
     static constexpr int kRows = Arch::kRowsPerLane;  // rows a lane holds of a group
     static constexpr bool kKeepQ = Config::keep_q;    // Q in registers instead of reading it again for every block
+    static constexpr bool kNarrow = sizeof(Cache) == 1;
+    static constexpr int kAtOnce = kNarrow ? 2 : 1;  // operands of 16 columns that one load of keys or values gives
 
     Accumulator acc_s[kRowGroups][kKeyGroups];
     Accumulator acc_o[kRowGroups][kDimV / 16];
@@ -59,15 +62,19 @@ struct WarpTile {
         for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
         for (int n = 0; n < kKeyGroups; ++n) acc_s[g][n].clear();
         XATTN_UNROLL
-        for (int c = 0; c < kDim / 16; ++c) {
-            OperandA a[kRowGroups];
+        for (int c = 0; c < kDim / 16; c += kAtOnce) {
+            OperandA a[kAtOnce][kRowGroups];
             XATTN_UNROLL
-            for (int g = 0; g < kRowGroups; ++g) a[g] = kKeepQ ? q[kKeepQ ? g : 0][kKeepQ ? c : 0] : load_q(pq, g, c);
+            for (int i = 0; i < kAtOnce; ++i) XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g)
+                a[i][g] = kKeepQ ? q[kKeepQ ? g : 0][kKeepQ ? c + i : 0] : load_q(pq, g, c + i);
             XATTN_UNROLL
             for (int n = 0; n < kKeyGroups; ++n) {
-                const OperandB b = Arch::template load_keys<LayoutK>(pk, n * 16, c * 16);
+                OperandB b[kAtOnce];
+                load_keys(b, pk, n * 16, c * 16);
                 XATTN_UNROLL
-                for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_s[g][n], a[g], b);
+                for (int i = 0; i < kAtOnce; ++i) XATTN_UNROLL
+                for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_s[g][n], a[i][g], b[i]);
             }
         }
     }
@@ -110,12 +117,45 @@ struct WarpTile {
             XATTN_UNROLL
             for (int g = 0; g < kRowGroups; ++g) a[g] = Arch::template weights<Element>(acc_s[g][n]);
             XATTN_UNROLL
-            for (int d = 0; d < kDimV / 16; ++d) {
-                const OperandB b = Arch::template load_values<LayoutV>(pv, n * 16, d * 16);
+            for (int d = 0; d < kDimV / 16; d += kAtOnce) {
+                OperandB b[kAtOnce];
+                load_values(b, pv, n * 16, d * 16);
                 XATTN_UNROLL
-                for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_o[g][d], a[g], b);
+                for (int i = 0; i < kAtOnce; ++i) XATTN_UNROLL
+                for (int g = 0; g < kRowGroups; ++g) Arch::template multiply<Element>(acc_o[g][d + i], a[g], b[i]);
             }
         }
+    }
+
+    // The column of acc_o, within its 16, of a lane's element.
+    XATTN_DEVICE static int output_col(int lane, int e) {
+        return kNarrow ? Arch::narrow_col_of(lane, e) : Arch::col_of(lane, e);
+    }
+    XATTN_DEVICE static Shared keys_pointer(Shared tile, int lane) {
+        if constexpr (kNarrow)
+            return Arch::template narrow_keys_pointer<LayoutK>(tile, lane);
+        else
+            return Arch::template keys_pointer<LayoutK>(tile, lane);
+    }
+    XATTN_DEVICE static Shared values_pointer(Shared tile, int lane) {
+        if constexpr (kNarrow)
+            return Arch::template narrow_values_pointer<LayoutV>(tile, lane);
+        else
+            return Arch::template values_pointer<LayoutV>(tile, lane);
+    }
+
+  private:
+    XATTN_DEVICE static void load_keys(OperandB (&b)[kAtOnce], Shared pk, int key, int col) {
+        if constexpr (kNarrow)
+            Arch::template load_narrow_keys<Element, Cache, LayoutK>(b, pk, key, col);
+        else
+            b[0] = Arch::template load_keys<LayoutK>(pk, key, col);
+    }
+    XATTN_DEVICE static void load_values(OperandB (&b)[kAtOnce], Shared pv, int key, int col) {
+        if constexpr (kNarrow)
+            Arch::template load_narrow_values<Element, Cache, LayoutV>(b, pv, key, col);
+        else
+            b[0] = Arch::template load_values<LayoutV>(pv, key, col);
     }
 };
 

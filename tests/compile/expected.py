@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from xattn.backends import cdna, sm80, sm90
+from xattn.forward_call import CACHES
 from xattn.images import ImageSpec
 
 
 def of_config(spec: ImageSpec, lanes: int) -> dict[str, int]:
     """What the body of a configuration must hold, its loops unrolled: 16 x 16 x 16 products of a warp (Hopper's: of a
-    warpgroup), fragments read from shared memory, bytes of shared memory."""
+    warpgroup; of 8-bit floats twice as deep), fragments read from shared memory, bytes of shared memory."""
     c = {name: int(value) for name, value in spec.config if not isinstance(value, str)}
     if "num_warpgroups" in c:  # Hopper's: operands come from shared memory as they are; one warpgroup more copies
         products = 4 * (c["tile_n"] // 16) * ((c["head_dim"] + c["head_dim_v"]) // 16)
+        if dict(spec.config)["element"] == "e4m3":
+            products //= 2
         threads = 4 * lanes * (c["num_warpgroups"] + 1)
         return {"products": products, "fragments": 0, "shared": sm90.shared_bytes(spec.config), "threads": threads}
     decode = "tile_m" not in c  # every warp has all the rows
     rows, keys = 1 if decode else c["tile_m"] // (16 * c["num_warps"]), c["tile_n"] // 16
     dims = [c["head_dim"] // 16, c["head_dim_v"] // 16]
+    at_once = 2 if decode and dict(spec.config)["cache"] in CACHES.values() else 1  # fragments of keys or values
     body = (cdna if spec.arch.startswith("gfx") else sm80).DECODE
     return {
         "products": rows * keys * sum(dims),
-        "fragments": dims[0] * (rows + keys) + keys * dims[1],
+        "fragments": dims[0] * rows + keys * sum(dims) // at_once,
         "shared": body.shared_bytes(spec.config)
         if decode
         else 32 * (c["tile_m"] * max(dims) + c["tile_n"] * sum(dims)),

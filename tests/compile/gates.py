@@ -56,22 +56,28 @@ PAGED_VARIANTS: dict[str, dict[str, ConfigValue]] = {
     "": {},
     "softcap alibi tree": {"softcap": True, "alibi": True, "attn_mask": "tree"},
 }
+FP8_VARIANTS: dict[str, dict[str, ConfigValue]] = {**PAGED_VARIANTS, "fp16": {"element": "fp16"}}
 _PLAIN: dict[str, ConfigValue] = {"any_scale": False, "softcap": False, "alibi": False, "attn_mask": "none"}
 
 
 def spec(name: str, arch: str) -> ImageSpec:
     """The image of a cell of GATES: "d128 softcap alibi" is the tile of head_dim 128 with that variant, "paged d128"
-    and "decode d128" those that read pages."""
+    and "decode d128" those that read pages, "decode-fp8 d128" that which reads pages of 8-bit floats."""
     words = name.split(" ", 2) if name.startswith(("paged", "decode")) else ["", *name.split(" ", 1)]
     kind, dim, variant = (*words, "")[:3]
     backend = sm80 if ARCHS[arch].entry == _SM80 else cdna
-    changed = (PAGED_VARIANTS if kind else VARIANTS)[variant]
-    chosen = tuple((name, changed.get(name, value)) for name, value in _PLAIN.items())
+    changed = (FP8_VARIANTS if kind == "decode-fp8" else PAGED_VARIANTS if kind else VARIANTS)[variant]
+    chosen = {name: changed.get(name, value) for name, value in _PLAIN.items()}
     element = ("element", str(changed.get("element", "bf16")))
     forward, decode, dims = backend.BODY, backend.DECODE, (int(dim[1:]), int(dim[1:]))
+    if kind == "decode-fp8":
+        chosen["any_scale"] = not any(changed.get(name) for name in _PLAIN)  # the scale of keys
+        tile, cache = decode.tile(*dims, narrow=True), decode.narrow_cache(arch)
+        return ImageSpec(decode.entry, decode.fields(element, tile, tuple(chosen.items()), cache), arch)
+    switches = tuple(chosen.items())
     if kind == "decode":
-        return ImageSpec(decode.entry, decode.fields(element, decode.tile(*dims), chosen), arch)
-    return ImageSpec(forward.entry, forward.fields(element, forward.tile(*dims), kind == "paged", chosen), arch)
+        return ImageSpec(decode.entry, decode.fields(element, decode.tile(*dims), switches), arch)
+    return ImageSpec(forward.entry, forward.fields(element, forward.tile(*dims), kind == "paged", switches), arch)
 
 
 # Shipped images: every variant. NVRTC 12.9, 13.0 and 13.5 use the same. 255 registers are all that a thread can have;
@@ -96,11 +102,16 @@ _SHIPPED = {
     "decode d128": (212, 0),
     "decode d128 softcap alibi tree": (236, 0),
     "decode d256": (255, 256),
+    "decode-fp8 d64": (200, 0),
+    "decode-fp8 d64 fp16": (196, 0),
+    "decode-fp8 d128": (248, 0),
+    "decode-fp8 d128 softcap alibi tree": (248, 0),
+    "decode-fp8 d256": (255, 0),
 }
 
 # Images compiled at first use; compilers and architectures differ by some tens of bytes.
 _LATER_ARCHS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
-_LATER = {"d64": (255, 256), "d128": (255, 224), "d256": (255, 40)}
+_LATER = {"d64": (255, 256), "d128": (255, 224), "d256": (255, 40), "decode-fp8 d128": (255, 0)}
 
 # Vector and accumulation registers together, of 512: bounds are where a wave less would fit on a SIMD, but for masks at
 # d128, which miss it by one, and for decode kernels, of which shared memory admits one wave anyway. clang 22.
@@ -125,6 +136,11 @@ _CDNA_REGISTERS = {
     "decode d128": 136,
     "decode d128 softcap alibi tree": 140,
     "decode d256": 176,
+    "decode-fp8 d64": 124,
+    "decode-fp8 d64 fp16": 124,
+    "decode-fp8 d128": 136,
+    "decode-fp8 d128 softcap alibi tree": 144,
+    "decode-fp8 d256": 214,
 }
 # Scalar registers, spilled into vector ones; nothing goes to memory.
 _CDNA_SPILLS = {
@@ -139,7 +155,10 @@ _CDNA_SPILLS = {
 # Waves on a compute unit that registers and LDS must admit: two on each SIMD, so that the softmax of one runs behind
 # the matrix products of the other. Fewer where LDS admits no more today; they may only rise.
 WAVES = 8
-_FEWER = {"d128": 4, "d256": 4, "decode d64": 4, "decode d128": 4, "decode d256": 2}
+_FEWER = {
+    **{"d128": 4, "d256": 4, "decode d64": 4, "decode d128": 4, "decode d256": 2},
+    **{"decode-fp8 d128": 4, "decode-fp8 d256": 2},
+}
 FEWER_WAVES = {
     (name, arch): n
     for start, n in _FEWER.items()

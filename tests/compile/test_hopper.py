@@ -11,6 +11,7 @@ from xattn.images import ImageSpec
 
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 ROWS = [(dims, row) for dims in DIMS for row in sm90.rows(*dims)]
+NARROW_ROWS = [(dims, row) for dims in DIMS for row in sm90.rows(*dims, narrow=True)]
 PLAIN = forward_call._switches()
 # Bytes that a configuration may store and load again: what is not plain spills some; they may only become fewer.
 SPILLS = {
@@ -43,6 +44,31 @@ def test_plain(dims, row, element, major, paged):
     assert resources.count(used, "HGMMA") == 3 * (padded["head_dim"] // 16 + row.tile_n // 16)
     assert resources.count(used, "UTMALDG") > 0 and resources.count(used, "LDL") == 0
     assert sm90.shared_bytes(wanted.config) <= 227 * 1024
+
+
+@pytest.mark.parametrize("major", [12, 13])
+@pytest.mark.parametrize("dims, row", NARROW_ROWS, ids=lambda x: "x".join(map(str, x[:3])))
+def test_plain_of_8_bits(dims, row, major):
+    """Products of 32 elements, and V turned by matrices of shared memory: 16 keys and 32 channels at a time."""
+    wanted = spec(dims, row, PLAIN, "e4m3")
+    image = nvrtc.library(major).build(wanted)
+    used = resources.of_nvidia(image)
+    assert jit.serialised(image) == "" and used.spilled == 0 and used.stack == 0
+    padded = dict(row.sizes(*dims))
+    assert resources.count(used, "QGMMA") == 3 * (padded["head_dim"] // 32 + row.tile_n // 32)
+    assert resources.count(used, "HGMMA") == 0 and resources.count(used, "LDL") == 0
+    turns = resources.count(used, "LDSM.16.MT88")
+    assert turns > 0 and resources.count(used, "PRMT") >= 4 * turns
+    assert sm90.shared_bytes(wanted.config) <= 227 * 1024
+
+
+@pytest.mark.parametrize("name", SPILLS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_variants_of_8_bits(dims, name):
+    switches, most = SPILLS[name]
+    image = nvrtc.library(13).build(spec(dims, sm90.rows(*dims, narrow=True)[-1], switches, "e4m3"))
+    assert jit.serialised(image) == ""
+    assert jit.spilled_bytes(image) <= most
 
 
 @pytest.mark.parametrize("name", SPILLS)

@@ -7,7 +7,7 @@ import re
 import pytest
 from compile import nvrtc, report, resources
 from compile.expected import of_config
-from compile.gates import ARCHS, GATES, PAGED_VARIANTS, VARIANTS, spec
+from compile.gates import ARCHS, FP8_VARIANTS, GATES, PAGED_VARIANTS, VARIANTS, spec
 
 from xattn import jit
 from xattn.backends import sm80
@@ -86,6 +86,29 @@ def test_amd(name, arch, amd_compiler):
     assert used.shared == 0 and wanted["shared"] <= ARCHS[arch].shared
 
 
+# Instructions that make 16-bit elements of a word of 8-bit floats; none: bits and a product (kernels/fp8.h).
+CONVERSIONS = {
+    **dict.fromkeys(("sm_80", "sm_86", "gfx90a"), ""),
+    **dict.fromkeys(("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"), "F2FP.F16.E4M3"),
+    **dict.fromkeys(("gfx942", "gfx950"), "v_cvt_pk_f32_fp8"),
+}
+
+
+@pytest.mark.parametrize("arch", CONVERSIONS)
+def test_8_bit_floats_are_widened_by_instructions_where_there_are_any(arch, request):
+    s = spec("decode-fp8 d128", arch)
+    if arch.startswith("gfx"):
+        request.getfixturevalue("amd_compiler")
+        code, kind, _ = resources.amd_compiler().compile(s)
+        used, lanes = resources.of_amd(Image("", arch, kind, "", "", code)), 64
+    else:
+        used, lanes = resources.of_nvidia(nvrtc.library(13).build(s)), 32
+    tile_n = int(dict(s.config)["tile_n"])
+    pairs = tile_n * 2 * 128 // (2 * lanes)  # that a lane has of a block's keys and values
+    found = {name: resources.count(used, name) for name in ("F2FP.F16.E4M3", "v_cvt_pk_f32_fp8")}
+    assert found == {name: pairs if name == CONVERSIONS[arch] else 0 for name in found}
+
+
 def test_every_tile_and_variant_has_a_gate():
     tiles = {f"d{row[0]}" for row in sm80.BODY.tiles}
     for arch in ARCHS:
@@ -93,9 +116,9 @@ def test_every_tile_and_variant_has_a_gate():
         assert arch == "compute_80" or tiles <= names
     variants = {name.partition(" ")[2] for name in SHIPPED if name.startswith("d") and not name.startswith("decode")}
     assert variants == set(VARIANTS)
-    for kind in ("paged", "decode"):
-        found = {" ".join(name.split(" ")[2:]) for name in SHIPPED if name.startswith(kind)}
-        assert found == set(PAGED_VARIANTS)
+    for kind, known in (("paged", PAGED_VARIANTS), ("decode", PAGED_VARIANTS), ("decode-fp8", FP8_VARIANTS)):
+        found = {" ".join(name.split(" ")[2:]) for name in SHIPPED if name.startswith(f"{kind} ")}
+        assert found == set(known)
 
 
 # ---------------------------------------------------------------- the gates themselves

@@ -26,3 +26,18 @@ def test_generated_cases(target, kind):
             raise AssertionError(f"{case}: {error}") from error
         done += 1
     assert done > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_generated_cases_of_fp8_caches(target):
+    done = 0
+    for case in cases.of_fp8(
+        "paged", target, heads=[(2, 1), (1, 3), (1, 12)], head_dims=[(16, 16), (64, 64), (48, 80)]
+    ):
+        try:
+            cases.check(cases.make(case, "cpu"), target)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+        done += 1
+    assert done > 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from xattn import dispatch
 from xattn.__main__ import main
 from xattn.compat import transformers_cache
-from xattn.demo import DemoError, check, model
+from xattn.demo import DemoError, check, model, steps
 
 WORDS = "<pad> <end> <user> why is the sky blue red green light scatters in air and water it does not".split()
 CHAT = "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}it {% endif %}"
@@ -318,3 +320,76 @@ def test_a_prompt_needs_tokens():
     tiny = model.LanguageModel("tiny", tiny_model(), tiny_tokenizer(False), 0.0)
     with pytest.raises(DemoError, match="no tokens"):
         tiny.encode("")
+
+
+# ---------------------------------------------------------------- graphs
+@pytest.fixture
+def graphs(monkeypatch):
+    """A CPU that passes for a device with graphs."""
+    monkeypatch.setattr(steps, "CAPTURES", {"cpu": recorded.capture})
+
+
+def test_decoding_with_graphs(folder, capsys, graphs):
+    assert demo("--model", folder, "--max-new-tokens", 9, "--page-size", 4, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    found, decode = data["graphs"], data["decode"]
+    assert found["tokens"] == decode["tokens"] and found["tokens_per_second"] > 0 and found["times_without"] > 0
+    assert found["check"]["passed"] and found["check"]["agreeing"] == found["check"]["total"] == decode["tokens"] + 1
+    assert [p["backend"] for p in found["plans"]] == ["sdpa"]
+    assert demo("--model", folder, "--max-new-tokens", 9) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("graphs")]
+    assert any("times the tokens/s of decode without graphs" in line and "the same" in line for line in printed)
+
+
+def test_a_replay_runs_nothing_of_the_model(folder, capsys, graphs, monkeypatch):
+    runs = {}
+    for name, captures in (("without", {}), ("with", {"cpu": recorded.capture})):
+        monkeypatch.setattr(steps, "CAPTURES", captures)
+        real, count = LlamaForCausalLM.forward, [0]
+
+        @functools.wraps(real)
+        def counted(self, *args, real=real, count=count, **kwargs):
+            count[0] += 1
+            return real(self, *args, **kwargs)
+
+        with monkeypatch.context() as m:
+            m.setattr(LlamaForCausalLM, "forward", counted)
+            assert demo("--model", folder, "--max-new-tokens", 9, "--json") == 0
+        runs[name] = count[0]
+        assert json.loads(capsys.readouterr().out)["decode"]["tokens"] > 1
+    assert runs["with"] == runs["without"] + 2, "the prompt, and the capture"
+
+
+def test_without_graphs_nothing_is_said_of_them(folder, capsys):
+    assert demo("--model", folder, "--max-new-tokens", 4, "--json") == 0
+    assert "graphs" not in json.loads(capsys.readouterr().out)
+
+
+def test_a_wrong_replay_is_found(folder, capsys, monkeypatch):
+    def capture(forward, device):
+        replay, logits = recorded.capture(forward, device)
+
+        def wrong() -> None:
+            replay()
+            logits.neg_()
+
+        return wrong, logits
+
+    monkeypatch.setattr(steps, "CAPTURES", {"cpu": capture})
+    assert demo("--model", folder, "--max-new-tokens", 9) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("graphs ") and "FAILED" in line for line in printed)
+    assert not any(line.startswith("check ") and "FAILED" in line for line in printed)
+
+
+def test_a_model_that_cannot_be_captured(folder, capsys, monkeypatch):
+    def capture(forward, device):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(steps, "CAPTURES", {"cpu": capture})
+    assert demo("--model", folder, "--max-new-tokens", 4, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert "graphs" not in data and data["check"]["passed"]
+    assert data["notes"] == [
+        "decoding without graphs only, as the step cannot be captured: operation not permitted when stream is capturing"
+    ]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from xattn import forward_call, repeats
 from xattn.images import Image
-from xattn.inputs import TENSORS, Inputs
+from xattn.inputs import Inputs
 from xattn.kernel_call import Call, Shape
 from xattn.launch_params import ForwardParams
 
@@ -58,7 +58,7 @@ def launch(x: Inputs, **more) -> list:
 
 
 def ask(x: Inputs):
-    tensors = tuple(getattr(x, name) for name in TENSORS[x.kind])
+    tensors = repeats.asked(x)
     return repeats.answer(x.kind, tensors, tuple(getattr(x, name) for name in repeats.OPTIONS))
 
 

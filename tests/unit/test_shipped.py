@@ -47,8 +47,10 @@ def test_without_a_checkout(monkeypatch, tmp_path):
     for arch in chosen.archs:
         configs = [dict(s.config) for s in chosen.specs(arch)]
         dims = {64, 96, 128, 192, 256} if arch == "sm_90a" else set(range(32, 257, 32))
-        tiles = [row for d in dims for row in (sm90.rows(d, d) if arch == "sm_90a" else (None,))]
-        assert {c["head_dim"] for c in configs} == dims and len(configs) == 2 * len(tiles)
+        count = 2 * len(dims)
+        if arch == "sm_90a":  # two 16-bit elements, and 8-bit ones
+            count = sum(2 * len(sm90.rows(d, d)) + len(sm90.rows(d, d, narrow=True)) for d in dims)
+        assert {c["head_dim"] for c in configs} == dims and len(configs) == count
         assert all(c["head_dim"] == c["head_dim_v"] and c["attn_mask"] == "none" for c in configs)
         assert not any(c[name] for c in configs for name in ("any_scale", "softcap", "alibi"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torch import Tensor
@@ -69,12 +69,21 @@ class Backend:
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
         """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes
-        closest speaks."""
+        closest speaks: one for the device first, then one for the dtypes, of which all are named."""
         reason = _unavailable.get((self.name, problem, device))
         if reason is not None:
             return (Refusal("failed", "device", reason),)
         if device.index is not None and (lacking := self.missing(device)):
             return (Refusal("missing", "installation", lacking),)
         found = [check(problem, size, device, c) for c in self.capabilities()]
-        best = min(found, key=lambda refusals: (any(r.code in ("vendor", "arch") for r in refusals), len(refusals)))
-        return best or self.too_large(problem, size)
+        best = min(found, key=lambda refusals: (*(_any(refusals, *codes) for codes in _FIRST), len(refusals)))
+        dtypes = sorted({a for refusals in found for r in refusals if r.code == "dtype" for a in r.allowed}, key=str)
+        told = tuple(replace(r, allowed=tuple(dtypes)) if r.code == "dtype" else r for r in best)
+        return told or self.too_large(problem, size)
+
+
+_FIRST = (("vendor", "arch"), ("kind", "dtype"))
+
+
+def _any(refusals: tuple[Refusal, ...], *codes: str) -> bool:
+    return any(r.code in codes for r in refusals)

@@ -16,6 +16,13 @@ CAPABILITY = replace(
     forward_call.SHARED_CAPABILITY, vendors=frozenset({"amd"}), archs=frozenset({"gfx90a", "gfx942", "gfx950"})
 )
 
+# A cache is stored in what the architecture converts by an instruction; gfx90a has none, and converts in software.
+_FNUZ = frozenset({"gfx942"})
+FP8_CACHES = (
+    forward_call.fp8_cache(CAPABILITY, "fp8_e4m3", CAPABILITY.archs - _FNUZ),
+    forward_call.fp8_cache(CAPABILITY, "fp8_e4m3fnuz", _FNUZ),
+)
+
 # Q, K and V together fill at most the 64 KiB of LDS of gfx90a and gfx942; nothing here is measured.
 BODY = ForwardBody(
     entry="arch/cdna/forward.hip",
@@ -30,6 +37,8 @@ DECODE = DecodeBody(
     entry="arch/cdna/decode.hip",
     warp_size=64,
     tiles=((64, 32, 4, 1, 1), (128, 16, 4, 1, 1), (256, 16, 2, 1, 1)),
+    narrow_tiles=((64, 32, 4, 1, 1), (128, 16, 4, 1, 1), (256, 16, 2, 1, 1)),
+    narrow_cache=lambda arch: "e4m3fnuz" if arch in _FNUZ else "e4m3",
 )
 
 APPEND = AppendBody(entry="arch/cdna/append.hip", warp_size=64)
@@ -45,7 +54,7 @@ def _images(arch: str) -> Iterator[ImageSpec]:
 BACKEND = Backend(
     "cdna",
     native=True,
-    capabilities=lambda: (CAPABILITY,),
+    capabilities=lambda: (CAPABILITY, *FP8_CACHES),
     prepare=lambda inputs, config: decode_call.prepare(BODY, DECODE, inputs, config),
     config=lambda problem, size, device: decode_call.config(BODY, DECODE, problem, size),
     notes=("not run on AMD hardware: compiled, and checked in emulation",),

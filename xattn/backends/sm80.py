@@ -15,6 +15,7 @@ from ..images import ImageSpec
 from .base import Backend
 
 CAPABILITY = replace(forward_call.SHARED_CAPABILITY, vendors=frozenset({"nvidia"}), least_arch="sm_80")
+FP8_CACHE = forward_call.fp8_cache(CAPABILITY, "fp8_e4m3")
 
 # Measured on an H200 beside smaller and larger tiles, see NOTES.md in csrc_cuda/arch/sm80.
 BODY = ForwardBody(
@@ -40,7 +41,7 @@ def _images(arch: str) -> Iterator[ImageSpec]:
 BACKEND = Backend(
     "sm80",
     native=True,
-    capabilities=lambda: (CAPABILITY,),
+    capabilities=lambda: (CAPABILITY, FP8_CACHE),
     prepare=lambda inputs, config: decode_call.prepare(BODY, DECODE, inputs, config),
     config=lambda problem, size, device: decode_call.config(BODY, DECODE, problem, size),
     missing=BODY.missing,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import append_call, decode_call, forward_call, jit, launch
-from ..capability import Refusal
+from ..capability import HeadDims, Refusal
 from ..device import Device
 from ..device import of as device_of
 from ..forward_call import Fields
@@ -27,6 +27,20 @@ from .base import Backend, Config
 CAPABILITY = replace(
     forward_call.SHARED_CAPABILITY, vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}), page_size_multiple_of=8
 )
+
+# All of q, k and v in 8 bits.
+FP8 = replace(
+    CAPABILITY,
+    kinds=frozenset({"attention", "varlen"}),
+    dtypes=frozenset({("fp8_e4m3", "fp8_e4m3")}),
+    head_dim=HeadDims(largest=256, multiple_of=16),
+    head_dim_v=HeadDims(largest=256, multiple_of=16),
+    features=forward_call.CAPABILITY.features | {"scales"},
+    as_it_lies=frozenset(),
+    page_size_multiple_of=1,
+)
+# The decode kernel reads them, whatever the number of queries: TMA would bring 8 bits to where wgmma wants 16.
+FP8_CACHE = forward_call.fp8_cache(CAPABILITY, "fp8_e4m3")
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
@@ -70,6 +84,16 @@ TILES = (
     Tile(192, 112, 2, 2, False, 1),
     Tile(256, 64, 2, 2, False, 1, reason="causal s2048 587 with 64 keys, 554 with 80"),
 )  # fmt: skip
+# Of 8-bit elements, whose products are half as long: more keys to a block.
+NARROW_TILES = (
+    Tile(64, 192, 2, 2, True, 1, plain=True),
+    Tile(64, 128, 2, 3, True, 1),
+    Tile(96, 128, 2, 2, True, 1),
+    Tile(128, 192, 2, 2, False, 1, plain=True),
+    Tile(128, 128, 2, 2, True, 1),
+    Tile(192, 128, 2, 2, False, 1),
+    Tile(256, 96, 2, 2, False, 1),
+)
 _WORKS = 4  # kWorks, and the bytes of a Work and its two barriers
 _WORK_BYTES = 64 + 16
 _SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)
@@ -90,9 +114,9 @@ class Params(ctypes.Structure):
     )
 
 
-def rows(head_dim: int, head_dim_v: int) -> list[Tile]:
-    """The rows of the table that can be chosen for head dimensions."""
-    found = [row for row in TILES if max(head_dim, head_dim_v) <= row.largest]
+def rows(head_dim: int, head_dim_v: int, narrow: bool = False) -> list[Tile]:
+    """The rows of the table that can be chosen for head dimensions; ``narrow``: of 8-bit elements."""
+    found = [row for row in (NARROW_TILES if narrow else TILES) if max(head_dim, head_dim_v) <= row.largest]
     return found[: next(n for n, row in enumerate(found) if not row.plain) + 1]
 
 
@@ -106,7 +130,8 @@ def tile(problem: Problem, size: SizeBucket) -> Tile:
         least = row.least[problem.causal]
         return not row.plain or (whole and least is not None and length >= least)
 
-    return next(row for row in rows(problem.head_dim, problem.head_dim_v) if serves(row))
+    narrow = problem.dtype.startswith("fp8")
+    return next(row for row in rows(problem.head_dim, problem.head_dim_v, narrow) if serves(row))
 
 
 def _is_plain(switches: Fields) -> bool:
@@ -165,13 +190,20 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
 def shared_bytes(sizes: Fields) -> int:
     """Shared memory of a configuration, kSharedBytes of csrc_cuda/arch/sm90/forward.h."""
     c = {name: int(value) for name, value in sizes if not isinstance(value, str)}
-    panels, panels_v = (-(-c[n] // 64) for n in ("head_dim", "head_dim_v"))
+    narrow = dict(sizes)["element"] == "e4m3"
+    columns = 128 if narrow else 64
+    panels, panels_v = (-(-c[n] // columns) for n in ("head_dim", "head_dim_v"))
+    panels_out = -(-c["head_dim_v"] // 64)
     panel_q = 128 * 64 * c["num_warpgroups"]
-    tensors = c["q_stages"] * panels * panel_q + 128 * c["num_stages"] * c["tile_n"] * (panels + panels_v)
-    fitting = min(panels_v, (226 * 1024 - tensors) // panel_q)
-    if fitting == panels_v or not (c["keep_q"] or c["q_stages"] == 2):
+    block = 128 * c["tile_n"] * (panels + panels_v)
+    if narrow:  # V once more, turned
+        block += -(-c["tile_n"] // 128) * 128 * c["head_dim_v"]
+    tensors = c["q_stages"] * panels * panel_q + c["num_stages"] * block
+    fitting = min(panels_out, (226 * 1024 - tensors) // panel_q)
+    if fitting == panels_out or not (c["keep_q"] or c["q_stages"] == 2):
         tensors += fitting * panel_q  # of the output
-    return tensors + _WORKS * _WORK_BYTES + 8 * (2 * c["q_stages"] + 4 * c["num_stages"])
+    barriers = 2 * c["q_stages"] + (6 if narrow else 4) * c["num_stages"]
+    return tensors + _WORKS * _WORK_BYTES + 8 * barriers
 
 
 def _section(x: Inputs) -> int:
@@ -186,14 +218,15 @@ def _number(value: object) -> int | bool:
 
 
 def _map(offset: int, number: int, t: Tensor, rows: int) -> TensorMap:
-    """(head_dim, row, head, sequence) in boxes of 64 columns and ``rows`` rows, swizzled by 128 bytes."""
+    """(head_dim, row, head, sequence) in boxes of 128 bytes and ``rows`` rows, swizzled by 128 bytes."""
     if t.dim() == 3:
         t = t[None]
     order = (3, 1, 2, 0)
     sizes = tuple(max(1, t.shape[n]) for n in order)
-    strides = tuple(2 if n == 3 else 2 * t.stride(n) if t.shape[n] > 1 else 16 for n in order)
-    element = 6 if t.dtype == torch.float16 else 9
-    return TensorMap(offset, number, element, sizes, strides, (64, rows, 1, 1), swizzle=3, l2_promotion=3)
+    width = t.element_size()
+    strides = tuple(width if n == 3 else width * t.stride(n) if t.shape[n] > 1 else 16 for n in order)
+    element = {torch.float16: 6, torch.bfloat16: 9}.get(t.dtype, 0)  # 0: bytes
+    return TensorMap(offset, number, element, sizes, strides, (128 // width, rows, 1, 1), swizzle=3, l2_promotion=3)
 
 
 def _direct(t: Tensor) -> Tensor:
@@ -205,14 +238,15 @@ def _direct(t: Tensor) -> Tensor:
 def _images(arch: str) -> Iterator[ImageSpec]:
     if arch != _ARCH:
         return
-    for d, dv in product(_DIMS, _DIMS):
-        for row in rows(d, dv):
-            for paged in (False, True):
-                for name, chosen in forward_call.variants(paged):
+    for d, dv, narrow in product(_DIMS, _DIMS, (False, True)):
+        for row in rows(d, dv, narrow):
+            for paged in (False,) if narrow else (False, True):
+                for name, chosen in forward_call.variants(paged, elements=("e4m3",) if narrow else ("bf16", "fp16")):
                     # The scale's sign is not part of a problem: every row must serve both.
                     plain = not paged and _is_plain(tuple(c for c in chosen if c[0] != "any_scale"))
                     if plain or not row.plain:
                         yield ImageSpec(_ENTRY, _fields(("element", name), row.sizes(d, dv), paged, chosen), arch)
+    yield from decode_call.NVIDIA.narrow_images(_ARCH)  # jit.choose takes them before PTX, which widens by other means
 
 
 def _too_large(problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
@@ -225,18 +259,17 @@ def _missing(device: Device) -> str:
 
 
 def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
-    dims = problem.head_dim, problem.head_dim_v
     if decode_call.serves(problem, size):
-        return forward_call.plan_config((("kernel", "decode"), *decode_call.NVIDIA.tile(*dims)), problem)
+        return decode_call.decode_config(decode_call.NVIDIA, problem)
     row = tile(problem, size)
-    config = forward_call.plan_config(row.sizes(*dims), problem)
+    config = forward_call.plan_config(row.sizes(problem.head_dim, problem.head_dim_v), problem)
     return (*config, ("measured", row.reason)) if row.reason else config
 
 
 BACKEND = Backend(
     "sm90",
     native=True,
-    capabilities=lambda: (CAPABILITY,),
+    capabilities=lambda: (CAPABILITY, FP8, FP8_CACHE),
     prepare=_prepare,
     config=_config,
     missing=_missing,

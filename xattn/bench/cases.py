@@ -13,7 +13,7 @@ from .. import calls, dispatch, launch
 from ..api import attention
 from ..inputs import Inputs
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 Subject = Callable[[], Any]
 
 

@@ -1,6 +1,7 @@
 """xattn as an attention implementation of Hugging Face transformers.
 
-``register()`` makes ``attn_implementation="xattn"`` known; ``PagedCache`` is a cache in pages for ``generate``.
+``register()`` makes ``attn_implementation="xattn"`` known; ``PagedCache`` is a cache in pages for ``generate``;
+``DecodeGraph`` replays a step of one token.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from transformers import AttentionInterface  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask  # noqa: E402
 
 from .transformers_cache import NewStates, PagedCache  # noqa: E402
+from .transformers_graph import DecodeGraph  # noqa: E402
 
-__all__ = ["PagedCache", "attention_forward", "attention_mask", "register"]
+__all__ = ["DecodeGraph", "PagedCache", "attention_forward", "attention_mask", "register"]
 
 
 def register(name: str = "xattn", backend: str | None = None) -> None:

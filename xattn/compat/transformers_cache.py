@@ -100,6 +100,51 @@ class PagedCache(Cache):
 
     prefetch = offload
 
+    # ---------------------------------------------------------------- steps that are captured and replayed
+    def stage(self, max_length: int) -> tuple[Any, ...]:
+        """Gets a step of one token of every sequence ready, ahead of the forward pass, which then works on the pages
+        alone: it may be captured, and replayed for every step that gives the same. ``max_length``: tokens of the
+        longest sequence that such a step may meet. Nothing where one is staged already."""
+        if self.pages is None or not self._ids:
+            raise UnsupportedError("a PagedCache without tokens: the prompt is to be given first")
+        step = self._step
+        if step is None or not step.staged or step.attended:
+            self._commit()
+            if self._real is not None:
+                raise UnsupportedError("a PagedCache with padding: a step of it depends on which tokens are real")
+            step = self._step = _Step(1, staged=True)
+            self._reserve(step, [1] * len(self._ids), None, None)
+            step.longest = max_length
+            if not self._room_for(max_length):
+                self.pages.preallocate(len(self._ids), max_length)
+        tensors = (self.pages.page_table, self.pages.seqlens_k)
+        return max_length, *((t.data_ptr(), t.shape) for t in tensors)
+
+    def _room_for(self, max_length: int) -> bool:
+        """Whether the mirrors of the pages have room for sequences of so many tokens."""
+        assert self.pages is not None
+        table = self.pages.page_table
+        needed = min(-(-max_length // self.pages.page_size), self.pages.num_pages)
+        return table.shape[0] == len(self._ids) and table.shape[1] >= needed
+
+    def captured(self) -> None:
+        """A forward pass over a staged step was captured: nothing of it is in the pages yet."""
+        assert self._step is not None and self._step.staged
+        self._step.updated, self._step.attended = set(), set()
+
+    def replayed(self) -> None:
+        """A staged step was replayed: its tokens are in the pages of all layers."""
+        assert self._step is not None and self._step.staged and self._layers_used is not None
+        self._step.updated = set(range(len(self.layers)))
+        self._step.attended = set(self._layers_used)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are, once there are tokens."""
+        if self.pages is None:
+            raise UnsupportedError("a PagedCache without tokens: it has no device yet")
+        return self.pages.device
+
     # ---------------------------------------------------------------- a step: the tokens of one forward pass
     def _new_states(self, layer: int, k: Tensor, v: Tensor) -> tuple[NewStates, NewStates]:
         if self._step is not None and layer in self._step.updated:
@@ -132,7 +177,7 @@ class PagedCache(Cache):
     def _commit(self) -> None:
         """What a step wrote is part of the sequences from now on."""
         step, self._step = self._step, None
-        if step is None or step.counts is None:
+        if step is None or step.counts is None or (step.staged and not step.attended):
             return
         assert self.pages is not None
         if self._layers_used not in (None, frozenset(step.attended)):
@@ -165,6 +210,8 @@ class PagedCache(Cache):
 
     def _prepare(self, step: _Step, mask: Tensor | None, causal: bool, window: int | None) -> None:
         """Finds out which tokens of the step are real, and makes room for them; checks that pages can say ``mask``."""
+        if step.staged:  # of one new token, whose mask can say no more than causal and a window
+            return
         if any(mask is m and (causal, window) == said for m, said in step.checked):
             return
         counts, rows, real = [step.tokens] * len(self._ids), None, None
@@ -228,9 +275,11 @@ class _Step:
 
     ``rows``: which of (batch * tokens) are real, None where all are; ``cu_seqlens`` (batch + 1,): where the sequences
     start among them. ``longest``: tokens of the longest sequence, these included. ``checked``: masks, and against what.
+    ``staged``: it was made ready ahead of the forward pass.
     """
 
     tokens: int
+    staged: bool = False
     updated: set[int] = field(default_factory=set)
     attended: set[int] = field(default_factory=set)
     checked: list[tuple[Tensor | None, tuple[bool, int | None]]] = field(default_factory=list)

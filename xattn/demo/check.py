@@ -39,6 +39,16 @@ def compare(runner: Runner, prompt: Tensor, answer: Answer, eager: Answer, progr
     return same_choices(eager.tokens, ours.tokens, gap, 2 * _rounding(runner, prompt, eager))
 
 
+def replayed(answer: Answer, graphs: Answer, eager: Verdict) -> Verdict:
+    """Whether a captured step makes the choices of the same step run by Python, after the same tokens. Keys are split
+    in other ways, so rounding may part them where the two best logits are as close as ``eager``, the comparison of
+    those choices with eager attention, allows."""
+    gap = answer.best[:, 0] - answer.best[:, 1]
+    verdict = same_choices(answer.tokens, graphs.tokens, gap, eager.tolerance or 0.0)
+    verdict.method = "best next token with graphs, after each token without"
+    return verdict
+
+
 def same_tokens(eager: list[int], ours: list[int]) -> Verdict:
     """Token by token; a missing one is wrong."""
     total = max(len(eager), len(ours))

@@ -67,6 +67,17 @@ class Report:
         self.data["eager"] = {"tokens_per_second": rates}
         self._say("eager", "for comparison: " + ", ".join(f"{n} {rate:.1f} tokens/s" for n, rate in rates.items()))
 
+    def graphs(self, answer: Answer, without: Phase, v: Verdict) -> None:
+        """Decoding with a captured step beside decoding ``without``, and whether it chose the same tokens."""
+        data = self._phase("graphs", answer.decode)
+        rate = without.tokens / without.seconds if without.seconds else 0.0
+        data["times_without"] = data["tokens_per_second"] / rate if rate else 0.0
+        data["check"] = asdict(v) | {"passed": v.passed}
+        self.data["graphs"] = data
+        text = f"{v.agreeing} of {v.total} tokens the same"
+        text = text if v.passed else f"FAILED: {text}, the first wrong one is number {v.where}"
+        self._say("graphs", f"{data['times_without']:.2f} times the tokens/s of decode without graphs; {text}")
+
     def _phase(self, name: str, phase: Phase) -> dict[str, Any]:
         rate = phase.tokens / phase.seconds if phase.seconds else 0.0
         served = ", ".join(f"{s}, {s.calls} calls" for s in phase.served)

@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
-from ..compat.transformers import PagedCache, register
+from ..compat.transformers import DecodeGraph, PagedCache, register
+from ..compat.transformers_graph import Capture
+from ..errors import UnsupportedError
+from . import NotCaptured
 from .model import LanguageModel
+
+# How a step is captured, by the type of a device that has graphs; None: DecodeGraph's own way.
+CAPTURES: dict[str, Capture | None] = {"cuda": None}
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
@@ -79,10 +85,12 @@ class Runner:
         eager: bool = False,
         forced: list[int] | None = None,
         progress: Progress | None = None,
+        graphs: bool = False,
     ) -> Answer:
         """The most likely continuation of ``prompt`` (1, tokens), up to a token that ends it.
 
         ``forced``: tokens to go on with instead of the most likely ones; their number is the number of steps.
+        ``graphs``: all tokens behind the first come from a captured step; NotCaptured where it cannot be.
         """
         model = self.language_model.model
         register("xattn", backend=self.backend)
@@ -94,11 +102,20 @@ class Runner:
         tokens: list[int] = []
         best: list[Any] = []
         steps = max_new_tokens if forced is None else len(forced)
-        with progress("eager" if eager else "xattn", steps) if progress else contextlib.nullcontext() as advance:
+        label, graph = "eager" if eager else "graphs" if graphs else "xattn", None
+        with progress(label, steps) if progress else contextlib.nullcontext() as advance:
             given, phase = prompt, prefill
             while len(tokens) < steps:
+                if graphs and graph is None and phase is decode:
+                    assert isinstance(cache, PagedCache)
+                    graph = DecodeGraph(model, cache, length, capture=CAPTURES[prompt.device.type])
+                    with _noted(decode):
+                        _captured(graph)
                 with _measured(phase, prompt.device):
-                    logits, cache = self._step(given, cache)
+                    if graph is None:
+                        logits, cache = self._step(given, cache)
+                    else:
+                        logits = graph(given[0])[0]
                     best.append(logits.float().topk(2))
                     tokens.append(int(best[-1].indices[0]))
                 phase.tokens += given.shape[1]
@@ -120,6 +137,26 @@ class Runner:
 @contextlib.contextmanager
 def _measured(phase: Phase, device: torch.device) -> Iterator[None]:
     """Adds the time to ``phase``, and the plans of all attention calls."""
+    with _noted(phase):
+        _wait(device)
+        start = time.perf_counter()
+        try:
+            yield
+            _wait(device)
+        finally:
+            phase.seconds += time.perf_counter() - start
+
+
+def _captured(graph: DecodeGraph) -> None:
+    try:
+        graph.capture()
+    except (RuntimeError, UnsupportedError) as error:
+        raise NotCaptured(next(iter(str(error).splitlines()), type(error).__name__)) from error
+
+
+@contextlib.contextmanager
+def _noted(phase: Phase) -> Iterator[None]:
+    """Adds the plans of all attention calls to ``phase``."""
     plan_of = dispatch.cached_plan
 
     def noted(*args: Any, **kwargs: Any) -> dispatch.Plan:
@@ -131,13 +168,9 @@ def _measured(phase: Phase, device: torch.device) -> Iterator[None]:
         return plan
 
     dispatch.cached_plan = noted
-    _wait(device)
-    start = time.perf_counter()
     try:
         yield
-        _wait(device)
     finally:
-        phase.seconds += time.perf_counter() - start
         dispatch.cached_plan = plan_of
 
 

@@ -12,6 +12,12 @@ struct IsaHostAmd : IsaHostLanes<64> {
     using IsaHostLanes::store_shared;
     static void store_shared(u32 at, u32 x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
     static void load_shared(u32 (&x)[2], u32 at) { std::memcpy(x, Block::current->at(at, 8), 8); }
+    static u32 load_shared8(u32 at) { return *Block::current->at(at, 1); }
+    static u32 load_shared32(u32 at) {
+        u32 x;
+        std::memcpy(&x, Block::current->at(at, 4), 4);
+        return x;
+    }
     static u32 load_shared16(u32 at) {
         u16 x;
         std::memcpy(&x, Block::current->at(at, 2), 2);

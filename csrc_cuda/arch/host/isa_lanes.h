@@ -6,6 +6,7 @@
 
 #include "arch/host/fibres.h"
 #include "arch/host/floats.h"
+#include "kernels/fp8.h"
 
 namespace xattn {
 
@@ -43,6 +44,26 @@ struct IsaHostLanes {
     template <class Element>
     static u32 pack(Element, float low, float high) {
         return u32(host::round_to<Element>(low)) | u32(host::round_to<Element>(high)) << 16;
+    }
+    static u32 bits(float x) { return host::bits_of(x); }
+    static float number(u32 bits) { return host::float_of(bits); }
+    static u32 bytes(u32 low, u32 high, u32 which) {
+        const u64 all = low | u64(high) << 32;
+        u32 found = 0;
+        for (int i = 0; i < 4; ++i) found |= u32(all >> (which >> (4 * i) & 7) * 8 & 255) << (8 * i);
+        return found;
+    }
+    template <class Element>
+    static u32 multiply_pair(Element e, u32 x, u32 factor) {
+        float y[2];
+        for (int i = 0; i < 2; ++i)
+            y[i] = host::to_float(Element{u16(x >> (16 * i))}) * host::to_float(Element{u16(factor >> (16 * i))});
+        return pack(e, y[0], y[1]);
+    }
+    // No instruction stands in for those of a GPU: what is tested is the way without.
+    template <class Element, class Cache>
+    static void widen(Element, Cache, u32 word, u32 (&x)[2]) {
+        widen_in_software<IsaHostLanes, Element, Cache>(word, x);
     }
     static void store_shared(u32 at, float x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
     static float load_shared_float(u32 at) {

@@ -9,7 +9,7 @@ namespace xattn {
 struct IsaHostNvidia : IsaHostLanes<32> {
     static constexpr int kWarp = 32;
 
-    static void cp_async(u32 target, const u16* source, bool valid) {
+    static void cp_async(u32 target, const void* source, bool valid) {
         Block::current->copy_async(target, valid ? source : nullptr);
     }
     static void cp_async_commit() { Block::current->copy_commit(); }
@@ -19,6 +19,7 @@ struct IsaHostNvidia : IsaHostLanes<32> {
     }
     using IsaHostLanes::store_shared;
     static void store_shared(u32 at, u32 x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
+    static void store_shared(u32 at, const Chunk& c) { std::memcpy(Block::current->at(at, 16), &c, 16); }
     static Chunk load_shared(u32 at) {
         Chunk c;
         std::memcpy(&c, Block::current->at(at, 16), 16);

@@ -9,6 +9,9 @@
 //   tile in shared memory; multiply: acc += A B weights(acc) -> OperandA               a tile of weights as it stands
 //   in the accumulator row_max, row_sum                       over the lanes that share a row; first_of_row(lane): one
 //   lane of each row copy_async, copy_commit, copy_wait<n>, barrier, warp_barrier, any
+//   narrow_keys_pointer, narrow_values_pointer, load_narrow_keys, load_narrow_values   two operands, of 32 columns,
+//   from a tile of 8-bit floats, whose layout counts in pairs of them; copy_query: the rows that such keys are
+//   multiplied by; narrow_col_of(lane, e): the column of an accumulator over such values
 //
 // The instructions themselves are an Isa (isa.h here, arch/host/isa_nvidia.h on the CPU), so that every address and
 // lane map below runs in both places.
@@ -44,7 +47,7 @@ struct Sm80 : ArchBase<Isa, 8, 1, 2> {
     XATTN_DEVICE static bool first_of_row(int lane) { return (lane & 3) == 0; }
 
     // ---- global to shared
-    XATTN_DEVICE static void copy_async(Shared tile, u32 offset, const u16* source, bool valid) {
+    XATTN_DEVICE static void copy_async(Shared tile, u32 offset, const void* source, bool valid) {
         Isa::cp_async(tile + offset, source, valid);
     }
     XATTN_DEVICE static void copy_commit() { Isa::cp_async_commit(); }
@@ -83,6 +86,55 @@ struct Sm80 : ArchBase<Isa, 8, 1, 2> {
         OperandB b;
         Isa::ldmatrix_trans(b.x, Layout::moved(pointer, key, col));
         return b;
+    }
+
+    // ---- keys and values of 8 bits
+    //
+    // ldmatrix moves pairs of them as if each were an element. Of keys a lane then holds four columns side by side, 4t
+    // to 4t + 3, where the product wants 2t, 2t + 1, 2t + 8, 2t + 9: the order of the columns is free, if rows have the
+    // same. Of values, transposed, it holds two columns of two keys: column j of the product's left half is column 2j,
+    // of its right half 2j + 1.
+    //
+    // Products are of fp16, whatever the elements are: what widens does so at a third of the cost of bf16.
+    template <class Element>
+    using NarrowProduct = fp16;
+    XATTN_DEVICE static int narrow_col_of(int lane, int e) { return 4 * (lane & 3) + 2 * (e & 1) + (e >> 2); }
+    template <class Layout>
+    XATTN_DEVICE static Shared narrow_keys_pointer(Shared tile, int lane) {
+        return keys_pointer<Layout>(tile, lane);
+    }
+    template <class Layout>
+    XATTN_DEVICE static Shared narrow_values_pointer(Shared tile, int lane) {
+        return values_pointer<Layout>(tile, lane);
+    }
+    // 16 elements of a row, from a multiple of 16 on: each pair of words goes to the two halves.
+    template <class Layout>
+    XATTN_DEVICE static void store_query(Shared tile, int row, int col, const u32 (&x)[8]) {
+        XATTN_UNROLL
+        for (int n = 0; n < 2; ++n)
+            Isa::store_shared(tile + Layout::chunk_at(row, col + 8 * n), Chunk{{x[n], x[n + 2], x[n + 4], x[n + 6]}});
+    }
+    template <class Element, class Cache, class Layout>
+    XATTN_DEVICE static void load_narrow_keys(OperandB (&b)[2], Shared pointer, int key, int col) {
+        u32 x[4];
+        Isa::ldmatrix(x, Layout::moved(pointer, key, col / 2));
+        XATTN_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            u32 two[2];
+            Isa::widen(Element{}, Cache{}, x[i], two);
+            b[i % 2].x[i / 2 * 2] = two[0], b[i % 2].x[i / 2 * 2 + 1] = two[1];
+        }
+    }
+    template <class Element, class Cache, class Layout>
+    XATTN_DEVICE static void load_narrow_values(OperandB (&b)[2], Shared pointer, int key, int col) {
+        u32 x[4];
+        Isa::ldmatrix_trans(x, Layout::moved(pointer, key, col / 2));
+        XATTN_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            u32 two[2];  // of the left column, and of the right one
+            Isa::widen(Element{}, Cache{}, Isa::bytes(x[i], 0, 0x3120), two);
+            b[i / 2].x[i % 2] = two[0], b[i / 2].x[2 + i % 2] = two[1];
+        }
     }
 
     // ---- the product

@@ -1,7 +1,7 @@
 // The instructions of sm_80 that kernels use, one function each. PTX ISA 7.0 and later.
 #pragma once
 
-#include "kernels/platform.h"
+#include "kernels/fp8.h"
 
 namespace xattn {
 
@@ -58,8 +58,32 @@ struct IsaSm80 {
         return y;
     }
 
+    // ---- bits, and 8-bit floats
+    XATTN_DEVICE static u32 bits(float x) { return __float_as_uint(x); }
+    XATTN_DEVICE static float number(u32 bits) { return __uint_as_float(bits); }
+    // A digit of `which` for each byte of the result, the lowest first: 0-3 of `low`, 4-7 of `high`.
+    XATTN_DEVICE static u32 bytes(u32 low, u32 high, u32 which) { return __byte_perm(low, high, which); }
+    XATTN_DEVICE static u32 multiply_pair(fp16, u32 x, u32 factor) {
+        u32 y;
+        asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factor));
+        return y;
+    }
+    // Four bytes to two words.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    XATTN_DEVICE static void widen(fp16, e4m3, u32 word, u32 (&x)[2]) {
+        asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, low;\n\t"
+            "cvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
+            : "=r"(x[0]), "=r"(x[1])
+            : "r"(word));
+    }
+#else
+    XATTN_DEVICE static void widen(fp16, e4m3, u32 word, u32 (&x)[2]) {
+        widen_in_software<IsaSm80, fp16, e4m3>(word, x);
+    }
+#endif
+
     // ---- memory: addresses of shared memory are 32-bit
-    XATTN_DEVICE static void cp_async(u32 target, const u16* source, bool valid) {
+    XATTN_DEVICE static void cp_async(u32 target, const void* source, bool valid) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                      : "memory");
     }
@@ -88,6 +112,11 @@ struct IsaSm80 {
     }
     XATTN_DEVICE static void store_shared(u32 at, u32 x) {
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+    }
+    XATTN_DEVICE static void store_shared(u32 at, const Chunk& c) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(c.word[0]), "r"(c.word[1]),
+                     "r"(c.word[2]), "r"(c.word[3])
+                     : "memory");
     }
     XATTN_DEVICE static Chunk load_shared(u32 at) {
         Chunk c;

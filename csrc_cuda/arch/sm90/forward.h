@@ -1,9 +1,9 @@
 // Attention forward on Hopper: TMA feeds shared memory, wgmma multiplies, warps are specialised.
 //
 // Roles. Warpgroup 0 gives: its first warp finds tiles and writes them into a ring (tiles.h); one lane of its second
-// reads them and issues TMA into rings of kStages buffers for K and for V, and kQueries for Q; of a paged cache all of
-// its lanes do, each for a piece of a block that lies in one page. The other warpgroups consume: each owns 64 query
-// rows of the tile. Registers are handed over accordingly.
+// reads them and issues TMA into rings of kStages buffers for K and for V, and kQueries for Q; of a paged cache all
+// lanes of two warps do, each for a piece of a block that lies in one page. The other warpgroups consume: each owns 64
+// query rows of the tile. Registers are handed over accordingly.
 //
 // Who waits for whom. full[stage] ends when TMA has delivered a block; empty[stage] when every consumer warp has said
 // that it has read it. Q is copied to registers where they suffice (Config::keep_q) and its buffer is free at once.
@@ -14,12 +14,16 @@
 // next block runs while P V does. This goes on across tiles: the step that issues the last P V of a tile issues the
 // first Q K^T of the next, and the tile's output is stored behind it. So the tensor cores see no seam.
 //
+// 8-bit elements. V goes through two warps more on its way to the consumers (transpose.h), and a tile has factors for
+// its scores and its output, which its Work holds. The rest counts in bytes: 32 of a row are a product's.
+//
 // Registers of a consumer lane: kDimV / 2 for O, kTileN / 2 for S and its weights, kTileN / 4 for P, kDim / 4 for Q
 // where it is kept. What a tile is, is read from its Work again where it is needed, and costs none.
 #pragma once
 
 #include "arch/sm90/tiles.h"
 #include "arch/sm90/tma.h"
+#include "arch/sm90/transpose.h"
 #include "arch/sm90/wgmma.h"
 #include "kernels/paging.h"
 #include "kernels/params.h"
@@ -29,7 +33,7 @@
 namespace xattn {
 
 struct Sm90Params {
-    TensorMap q, k, v;  // (head_dim, row, head, sequence), or (head_dim, slot, head, page); boxes of 64 columns
+    TensorMap q, k, v;  // (head_dim, row, head, sequence), or (head_dim, slot, head, page); boxes of 128 bytes
     ForwardParams p;
     s32 tiles;
     s32 queue;  // number of the launch's work queue; -1: none
@@ -40,6 +44,7 @@ template <class Config>
 struct Sm90Forward {
     using Arch = Sm80<IsaSm80>;  // lane maps and scalar arithmetic
     using Element = typename Config::Element;
+    using OutputElement = typename WideOf<Element>::Type;
     using S = Scores<Arch, Config>;
     using Limits = typename S::Limits;
     using Soft = Softmax<Arch, S, 2, true>;
@@ -49,24 +54,32 @@ struct Sm90Forward {
     static constexpr int kQueries = Config::q_stages, kWorks = 4;
     static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
     static constexpr int kThreads = 128 * (kConsumers + 1);
-    static constexpr int kPanels = (kDim + 63) / 64, kPanelsV = (kDimV + 63) / 64;
+    static constexpr int kWidth = sizeof(Element);
+    static constexpr bool kNarrow = kWidth == 1;
+    static constexpr int kLoaders = Config::paged ? 2 : 1, kTransposers = kNarrow ? 2 : 0;  // warps
+    static constexpr int kPanels = (kDim * kWidth + 127) / 128, kPanelsV = (kDimV * kWidth + 127) / 128,
+                         kPanelsOut = (kDimV + 63) / 64;
     static constexpr int kKeyGroups = kTileN / 16, kDimGroups = kDimV / 16;
+    static constexpr int kProductsQ = kDim * kWidth / 32, kProductsV = kTileN * kWidth / 32;
 
-    static constexpr u32 kPanelQ = kTileM * 128, kPanelK = kTileN * 128;
-    static constexpr u32 kBytesQ = kPanels * kPanelQ, kBytesK = kPanels * kPanelK, kBytesV = kPanelsV * kPanelK;
-    static constexpr u32 kAtK = kQueries * kBytesQ, kAtV = kAtK + kStages * kBytesK;
-    static constexpr u32 kAtOutput = kAtV + kStages * kBytesV;
+    static constexpr u32 kPanelQ = kTileM * 128, kPanelK = kTileN * 128, kPanelT = kDimV * 128;
+    static constexpr u32 kBytesQ = kPanels * kPanelQ, kBytesK = kPanels * kPanelK, kBytesLanded = kPanelsV * kPanelK,
+                         kBytesV = kNarrow ? (kTileN + 127) / 128 * kPanelT : kBytesLanded;
+    static constexpr u32 kAtK = kQueries * kBytesQ, kAtV = kAtK + kStages * kBytesK,
+                         kAtLanded = kNarrow ? kAtV + kStages * kBytesV : kAtV;
+    static constexpr u32 kAtOutput = kAtLanded + kStages * kBytesLanded;
     // The output is laid down in shared memory in panels of its own, if all of them fit; else where Q was, if Q is not
     // read there any more when the next tile begins; else in the panels that fit, some at a time; else nowhere.
-    static constexpr int kFitting = int(min_of(u32(kPanelsV), (226 * 1024 - kAtOutput) / kPanelQ));
-    static constexpr bool kOverQ = kFitting < kPanelsV && (Config::keep_q || kQueries == 2);
+    static constexpr int kFitting = int(min_of(u32(kPanelsOut), (226 * 1024 - kAtOutput) / kPanelQ));
+    static constexpr bool kOverQ = kFitting < kPanelsOut && (Config::keep_q || kQueries == 2);
     static constexpr int kStagePanels = kOverQ ? kPanels : kFitting;  // 0: it is stored directly
     static constexpr u32 kAtWorks = kAtOutput + (kOverQ ? 0 : kFitting * kPanelQ),
                          kAtBarriers = kAtWorks + kWorks * Work::kBytes;
-    static constexpr u32 kSharedBytes = kAtBarriers + 8 * (2 * kQueries + 4 * kStages + 2 * kWorks);
+    static constexpr u32 kSharedBytes = kAtBarriers + 8 * (2 * kQueries + (kNarrow ? 6 : 4) * kStages + 2 * kWorks);
     // What a launch allots to a thread is what __launch_bounds__ leaves; the sum must stay what it was.
     static constexpr int kAllotted = kConsumers == 3 ? 128 : kConsumers == 2 ? 168 : 248;
-    static constexpr int kMore = Config::paged && kConsumers == 2 ? 8 : 0;  // what looking up pages takes
+    // What looking up pages and turning V take.
+    static constexpr int kMore = (Config::paged || kNarrow) && kConsumers == 2 ? 8 : 0;
     static constexpr int kRegisters = kConsumers == 3 ? 160 : 240 - kMore,
                          kGiverRegisters = kConsumers == 3 ? 32 : 24 + 2 * kMore;
     static_assert(kGiverRegisters + kConsumers * kRegisters <= (kConsumers + 1) * kAllotted, "setmaxnreg would wait");
@@ -80,6 +93,7 @@ struct Sm90Forward {
         XATTN_DEVICE u32 q(u32 stage) const { return base + stage * kBytesQ; }
         XATTN_DEVICE u32 k(u32 stage) const { return base + kAtK + stage * kBytesK; }
         XATTN_DEVICE u32 v(u32 stage) const { return base + kAtV + stage * kBytesV; }
+        XATTN_DEVICE u32 landed(u32 stage) const { return base + kAtLanded + stage * kBytesLanded; }  // V by TMA
         XATTN_DEVICE u32 output(u32 stage) const { return kOverQ ? q(stage) : base + kAtOutput; }
         XATTN_DEVICE u32 work(u32 stage) const { return base + kAtWorks + stage * Work::kBytes; }
         XATTN_DEVICE Barrier barrier(u32 n) const { return {base + kAtBarriers + 8 * n}; }
@@ -91,9 +105,13 @@ struct Sm90Forward {
         XATTN_DEVICE Barrier k_empty(u32 stage) const { return barrier(kFirst + kStages + stage); }
         XATTN_DEVICE Barrier v_full(u32 stage) const { return barrier(kFirst + 2 * kStages + stage); }
         XATTN_DEVICE Barrier v_empty(u32 stage) const { return barrier(kFirst + 3 * kStages + stage); }
+        XATTN_DEVICE Barrier landed_full(u32 stage) const { return kNarrow ? barrier(kLanded + stage) : v_full(stage); }
+        XATTN_DEVICE Barrier landed_empty(u32 stage) const {
+            return kNarrow ? barrier(kLanded + kStages + stage) : v_empty(stage);
+        }
 
       private:
-        static constexpr u32 kFirst = 2 * kWorks + 2 * kQueries;
+        static constexpr u32 kFirst = 2 * kWorks + 2 * kQueries, kLanded = kFirst + 4 * kStages;
     };
 
     XATTN_DEVICE static void run(const Sm90Params& params, u32 shared) {
@@ -102,11 +120,12 @@ struct Sm90Forward {
         const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
         if (thread == 0) {
             for (u32 s = 0; s < kWorks; ++s)
-                buffers.work_full(s).init(1), buffers.work_empty(s).init(4 * kConsumers + 1);
+                buffers.work_full(s).init(1), buffers.work_empty(s).init(4 * kConsumers + kLoaders + kTransposers);
             for (u32 s = 0; s < kQueries; ++s) buffers.q_full(s).init(1), buffers.q_empty(s).init(4 * kConsumers);
             for (u32 s = 0; s < kStages; ++s) {
                 buffers.k_full(s).init(1), buffers.k_empty(s).init(4 * kConsumers);
-                buffers.v_full(s).init(1), buffers.v_empty(s).init(4 * kConsumers);
+                buffers.v_full(s).init(kNarrow ? kTransposers : 1), buffers.v_empty(s).init(4 * kConsumers);
+                if (kNarrow) buffers.landed_full(s).init(1), buffers.landed_empty(s).init(kTransposers);
             }
             make_barriers_visible();
         }
@@ -114,11 +133,17 @@ struct Sm90Forward {
         if (warp < 4) {
             give_registers<kGiverRegisters>();
             if (warp == 0) {
-                TileFinder<kTileM, kTileN, kWorks>{params.p,     buffers.work(0), buffers.work_full(0).address,
-                                                   params.tiles, params.queue,    thread}
+                TileFinder<kTileM, kTileN, kWorks, kNarrow>{params.p,     buffers.work(0), buffers.work_full(0).address,
+                                                            params.tiles, params.queue,    thread}
                     .run();
-            } else if (warp == 1 && (Config::paged || elected())) {
+            } else if (Config::paged && warp == 1) {
+                Loader(params, buffers, thread % 32).template run_paged<false>();
+            } else if (Config::paged && warp == 2) {
+                Loader(params, buffers, thread % 32).template run_paged<true>();
+            } else if (!Config::paged && warp == 1 && elected()) {
                 Loader(params, buffers, thread % 32).run();
+            } else if (kNarrow && warp >= 2) {
+                Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
             }
         } else {
             take_registers<kRegisters>();
@@ -127,7 +152,7 @@ struct Sm90Forward {
         }
     }
 
-    // ---------------------------------------------------------------- the loader: one lane, or of a paged cache 32
+    // ---------------------------------------------------------------- the loader: one lane, or of a paged cache 64
     struct Loader {
         const Sm90Params& params;
         const Buffers buffers;
@@ -135,10 +160,15 @@ struct Sm90Forward {
         Ring<kWorks> works;
         Ring<kQueries> q{1};
         Ring<kStages> k{1}, v{1};
+        u32 loaded = 0;  // tiles
 
         // Where a sequence's keys are for a tile's head.
         struct Keys {
             s32 row, head, sequence, seqlen_k;
+        };
+        struct Tile {
+            s32 row_q, head, sequence, n_first, n_last;
+            Keys keys;
         };
         // Of a paged cache, where this lane's piece of a block is; the page behind the last one reads as 0.
         struct Piece {
@@ -147,47 +177,74 @@ struct Sm90Forward {
 
         XATTN_DEVICE Loader(const Sm90Params& ps, const Buffers& b, int lane_) : params(ps), buffers(b), lane(lane_) {}
 
+        // Of tensors: one lane loads all.
         XATTN_DEVICE void run() {
-            if (leads()) tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
+            tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
             // Of the tile before, the block whose V is loaded behind the first K of this one.
             Keys keys_before;
-            Piece piece_before;
             s32 pending = -1;
-            // Of a Work the loader says that it is done only when it has loaded this many tiles more: the later a tile
-            // is taken, the better tiles are spread at the end. Finding a short one must not be waited for.
-            const u32 lag = params.p.cu_seqlens_q ? 0 : kWorks - 1;
-            u32 loaded = 0;
-            for (;;) {
-                buffers.work_full(works.stage()).wait(works.parity());
-                const u32 at = buffers.work(works.stage());
-                const Work::Rows rows = Work::Rows::at(at);
-                if (rows.rows == Work::kEnd) break;
-                const typename Work::Keys range = Work::Keys::at(at);
-                const Work::Start start = Work::Start::at(at);
-                works.next();
-                const Keys keys{start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
-                                params.p.cu_seqlens_k ? 0 : rows.sequence, range.seqlen_k};
-                Piece piece = find(keys, range.n_last), next = find(keys, max_of(range.n_last - 1, range.n_first));
+            for (Tile tile; next(tile);) {
+                const Keys& keys = tile.keys;
                 // A single Q that is read to the end is free too late for V to wait behind it.
                 constexpr bool v_first = kQueries == 1 && !Config::keep_q;
-                if (v_first && pending >= 0) load_v(keys_before, pending, piece_before);
-                load_q(start.row_q, rows.head, params.p.cu_seqlens_q ? 0 : rows.sequence);
-                load_k(keys, range.n_last, piece);
-                if (!v_first && pending >= 0) load_v(keys_before, pending, piece_before);
-                for (s32 n = range.n_last - 1; n >= range.n_first; --n) {
-                    const Piece ahead = find(keys, max_of(n - 1, range.n_first));
-                    load_k(keys, n, next), load_v(keys, n + 1, piece);
-                    piece = next, next = ahead;
-                }
-                keys_before = keys, piece_before = piece, pending = range.n_first;
-                if (leads() && loaded >= lag) buffers.work_empty((loaded - lag) % kWorks).arrive();
-                ++loaded;
+                if (v_first && pending >= 0) load_v(keys_before, pending, {});
+                load_q(tile);
+                load_k(keys, tile.n_last, {});
+                if (!v_first && pending >= 0) load_v(keys_before, pending, {});
+                for (s32 n = tile.n_last - 1; n >= tile.n_first; --n) load_k(keys, n, {}), load_v(keys, n + 1, {});
+                keys_before = keys, pending = tile.n_first;
+                release();
             }
-            if (pending >= 0) load_v(keys_before, pending, piece_before);
+            if (pending >= 0) load_v(keys_before, pending, {});
+        }
+        // Of a paged cache: a warp loads Q and K, another V, as a box for every page takes a warp's time.
+        template <bool values>
+        XATTN_DEVICE void run_paged() {
+            if (leads()) tma_prefetch(&params.q), tma_prefetch(values ? &params.v : &params.k);
+            for (Tile tile; next(tile);) {
+                Piece piece = find(tile.keys, tile.n_last);
+                if (!values) load_q(tile);
+                for (s32 n = tile.n_last; n >= tile.n_first; --n) {
+                    const Piece ahead = find(tile.keys, max_of(n - 1, tile.n_first));
+                    if (values)
+                        load_v(tile.keys, n, piece);
+                    else
+                        load_k(tile.keys, n, piece);
+                    piece = ahead;
+                }
+                release();
+            }
         }
 
       private:
         XATTN_DEVICE bool leads() const { return !Config::paged || lane == 0; }
+
+        // The next tile; false where there is none.
+        XATTN_DEVICE bool next(Tile& tile) {
+            buffers.work_full(works.stage()).wait(works.parity());
+            const u32 at = buffers.work(works.stage());
+            const Work::Rows rows = Work::Rows::at(at);
+            if (rows.rows == Work::kEnd) return false;
+            const typename Work::Keys range = Work::Keys::at(at);
+            const Work::Start start = Work::Start::at(at);
+            works.next();
+            tile = {start.row_q,
+                    rows.head,
+                    params.p.cu_seqlens_q ? 0 : rows.sequence,
+                    range.n_first,
+                    range.n_last,
+                    {start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
+                     params.p.cu_seqlens_k ? 0 : rows.sequence, range.seqlen_k}};
+            return true;
+        }
+        // The tile's loads are issued. The loader says so of a Work only when it has loaded some tiles more: the later
+        // a tile is taken, the better tiles are spread at the end. Finding a short one must not be waited for.
+        XATTN_DEVICE void release() {
+            const u32 lag = params.p.cu_seqlens_q ? 0 : kWorks - 1;
+            if (leads() && loaded >= lag) buffers.work_empty((loaded - lag) % kWorks).arrive();
+            ++loaded;
+        }
+        XATTN_DEVICE static s32 column(u32 panel) { return s32(panel * (128 / kWidth)); }
 
         // Asked a block ahead: the page table is far away.
         XATTN_DEVICE Piece find(const Keys& keys, s32 n) const {
@@ -197,14 +254,15 @@ struct Sm90Forward {
             if (row < kTileN && position < keys.seqlen_k) place = PageTable::of(params.p, keys.sequence).at(position);
             return {place.page < 0 ? params.p.num_pages : place.page, place.slot};
         }
-        XATTN_DEVICE void load_q(s32 row, s32 head, s32 sequence) {
+        XATTN_DEVICE void load_q(const Tile& tile) {
             const Barrier full = buffers.q_full(q.stage());
             buffers.q_empty(q.stage()).wait(q.parity());
             if (leads()) {
                 full.arrive_and_expect(kBytesQ);
                 XATTN_UNROLL
                 for (u32 c = 0; c < kPanels; ++c)
-                    tma_load(buffers.q(q.stage()) + c * kPanelQ, &params.q, full, s32(64 * c), row, head, sequence);
+                    tma_load(buffers.q(q.stage()) + c * kPanelQ, &params.q, full, column(c), tile.row_q, tile.head,
+                             tile.sequence);
             }
             q.next();
         }
@@ -216,10 +274,10 @@ struct Sm90Forward {
             k.next();
         }
         XATTN_DEVICE void load_v(const Keys& keys, s32 n, const Piece& piece) {
-            const Barrier full = buffers.v_full(v.stage());
-            buffers.v_empty(v.stage()).wait(v.parity());
-            if (leads()) full.arrive_and_expect(kBytesV);
-            load<kPanelsV>(buffers.v(v.stage()), &params.v, full, keys, n, piece);
+            const Barrier full = buffers.landed_full(v.stage());
+            buffers.landed_empty(v.stage()).wait(v.parity());
+            if (leads()) full.arrive_and_expect(kBytesLanded);
+            load<kPanelsV>(buffers.landed(v.stage()), &params.v, full, keys, n, piece);
             v.next();
         }
         template <u32 panels>
@@ -230,10 +288,9 @@ struct Sm90Forward {
             XATTN_UNROLL
             for (u32 c = 0; c < panels; ++c) {
                 if (Config::paged)
-                    tma_load(target + c * kPanelK + row * 128, map, full, s32(64 * c), piece.slot, keys.head,
-                             piece.page);
+                    tma_load(target + c * kPanelK + row * 128, map, full, column(c), piece.slot, keys.head, piece.page);
                 else
-                    tma_load(target + c * kPanelK, map, full, s32(64 * c), keys.row + n * kTileN, keys.head,
+                    tma_load(target + c * kPanelK, map, full, column(c), keys.row + n * kTileN, keys.head,
                              keys.sequence);
             }
         }
@@ -263,9 +320,11 @@ struct Sm90Forward {
         Ring<kStages> k;
         Accumulator acc_s[kKeyGroups];
         Accumulator acc_o[kDimGroups];
-        OperandA weights[kKeyGroups];
-        OperandA q[Config::keep_q ? kDim / 16 : 1];
+        OperandA weights[kProductsV];
+        OperandA q[Config::keep_q ? kProductsQ : 1];
         Soft soft;
+        float
+            tile_scale;  // of the scores of the tile whose softmax is under way: all scales in one, or those of q and k
 
         XATTN_DEVICE Consumer(const ForwardParams& params, const Buffers& b, int warpgroup)
             : p(params), buffers(b), group(warpgroup) {}
@@ -354,8 +413,19 @@ struct Sm90Forward {
                 works.stage(), keys.n_first,
                 Span::blocks((visible.first(last_row) + kTileN - 1) / kTileN, (visible.last(first_row) + 1) / kTileN)};
             n_last = keys.n_last;
+            if (kNarrow) {
+                tile_scale = Work::Factors::at(at).scores;
+                if (S::kPlain) tile_scale = tamed(tile_scale * p.scale);
+            }
             works.next();
             return true;
+        }
+        // A scale of size from 2^-100 to the largest float: one of 0 makes scores that differ by nothing, and NaN
+        // stays.
+        XATTN_DEVICE static float tamed(float scale) {
+            const float size = scale < 0.0f ? -scale : scale, most = 3.402823466e38f, least = 7.888609052e-31f;
+            const float within = size > most ? most : size < least ? least : size;
+            return scale < 0.0f ? -within : within;
         }
         XATTN_DEVICE void release_work(u32 slot) {
             Arch::warp_barrier();
@@ -380,7 +450,7 @@ struct Sm90Forward {
                 const int lane = this->lane();
                 const int row = group * 64 + warp() * 16 + (lane & 15);
                 XATTN_UNROLL
-                for (int c = 0; c < kDim / 16; ++c) {
+                for (int c = 0; c < kProductsQ; ++c) {
                     const u32 chunk = u32(c % 4 * 2 + (lane >> 4)) ^ u32(row & 7);
                     IsaSm80::ldmatrix(q[Config::keep_q ? c : 0].x,
                                       buffers.q(queries.stage()) + c / 4 * kPanelQ + row * 128 + chunk * 16);
@@ -409,7 +479,7 @@ struct Sm90Forward {
         // Rows of V behind the sequence's last key may hold anything, where TMA does not know where it ends; a weight
         // of 0 does not silence a NaN. Every group does it for itself.
         XATTN_DEVICE void clear_tail(const Span& w, s32 n) {
-            if (!XATTN_RARELY(p.seqused_k || p.cu_seqlens_k)) return;
+            if (kNarrow || !XATTN_RARELY(p.seqused_k || p.cu_seqlens_k)) return;
             const typename Work::Keys keys = Work::Keys::at(buffers.work(w.slot));
             if (n != keys.n_last) return;
             const s32 valid = min_of(keys.seqlen_k - keys.n_last * kTileN, kTileN);
@@ -431,10 +501,10 @@ struct Sm90Forward {
             const Matrix keys = Matrix::rows(buffers.k(k.stage()));
             const Matrix rows = Matrix::rows(buffers.q(queries.stage()) + group * 64 * 128);
             XATTN_UNROLL
-            for (int c = 0; c < kDim / 16; ++c) {
+            for (int c = 0; c < kProductsQ; ++c) {
                 const Matrix b = keys.moved(c / 4 * kPanelK + c % 4 * 32);
                 if (Config::keep_q)
-                    Wgmma<Element, kTileN>::template rs<0>(acc_s, q[Config::keep_q ? c : 0], b, c > 0);
+                    multiply_rows(acc_s, q[Config::keep_q ? c : 0], b, c > 0);
                 else
                     Wgmma<Element, kTileN>::ss(acc_s, rows.moved(c / 4 * kPanelQ + c % 4 * 32), b, c > 0);
             }
@@ -443,11 +513,22 @@ struct Sm90Forward {
         XATTN_DEVICE void issue_pv() {
             wgmma_fence();
             hold(acc_o);
-            const Matrix values = Matrix::summed(buffers.v(v().stage()), kPanelK);
+            const u32 at = buffers.v(v().stage());
+            const Matrix values = kNarrow ? Matrix::rows(at) : Matrix::summed(at, kPanelK);
             XATTN_UNROLL
-            for (int n = 0; n < kKeyGroups; ++n)
-                Wgmma<Element, kDimV>::template rs<1>(acc_o, weights[n], values.moved(n * 16 * 128), 1);
+            for (int n = 0; n < kProductsV; ++n) {
+                if constexpr (kNarrow)
+                    Wgmma<Element, kDimV>::rs(acc_o, weights[n], values.moved(n / 4 * kPanelT + n % 4 * 32), 1);
+                else
+                    Wgmma<Element, kDimV>::template rs<1>(acc_o, weights[n], values.moved(n * 16 * 128), 1);
+            }
             wgmma_commit();
+        }
+        XATTN_DEVICE static void multiply_rows(Accumulator (&acc)[kKeyGroups], const OperandA& a, Matrix b, s32 add) {
+            if constexpr (kNarrow)
+                Wgmma<Element, kTileN>::rs(acc, a, b, add);
+            else
+                Wgmma<Element, kTileN>::template rs<0>(acc, a, b, add);
         }
 
         // Goes on from block n of a tile for as long as blocks are seen whole, and returns the last of them. Most of
@@ -507,9 +588,14 @@ struct Sm90Forward {
                 const u32 at = buffers.work(span.slot);
                 const Work::Rows rows = Work::Rows::at(at);
                 const s32 start = Work::Start::at(at).row_q - rows.row0;
-                const S scores(p, Work::Keys::at(at).visible(p), rows.sequence, rows.head, first_row(rows), lane(),
-                               p.cu_seqlens_q ? start : s64(rows.sequence) * p.seqlen_q);
+                S scores(p, Work::Keys::at(at).visible(p), rows.sequence, rows.head, first_row(rows), lane(),
+                         p.cu_seqlens_q ? start : s64(rows.sequence) * p.seqlen_q);
+                if (kNarrow) scores.factor = tile_scale;
                 scores.modify(acc_s, 0, n * kTileN);
+            } else if (kNarrow && XATTN_RARELY(tile_scale < 0.0f)) {
+                XATTN_UNROLL
+                for (int g = 0; g < kKeyGroups; ++g) XATTN_UNROLL
+                for (int e = 0; e < 8; ++e) acc_s[g].x[e] = -acc_s[g].x[e];
             }
             if (XATTN_RARELY(masked)) S::mask(p, acc_s, seen);
             // Two chains for each row, of the left and the right half of every 16 columns: one would wait for itself.
@@ -521,24 +607,37 @@ struct Sm90Forward {
                 most = g == 0 && e % 2 == 0 ? acc_s[g].x[e] : Arch::max(most, acc_s[g].x[e]);
             }
             float largest[2] = {Arch::max(part[0][0], part[0][1]), Arch::max(part[1][0], part[1][1])};
-            S::to_scores(p, largest);
+            const auto& scaled = scale();
+            S::to_scores(scaled, largest);
             float base[2];
-            const bool moved = soft.move_reference(p, largest, factor, base, acc_s);
+            const bool moved = soft.move_reference(scaled, largest, factor, base, acc_s);
             XATTN_UNROLL
             for (int g = 0; g < kKeyGroups; ++g) XATTN_UNROLL
             for (int e = 0; e < 8; ++e) {
                 const int r = Arch::row_slot(e);
                 float& sum = part[r][e >> 2];
-                acc_s[g].x[e] = S::weight(p, acc_s[g].x[e], base[r]);
+                acc_s[g].x[e] = S::weight(scaled, acc_s[g].x[e], base[r]);
                 sum = g == 0 && e % 2 == 0 ? acc_s[g].x[e] : sum + acc_s[g].x[e];
             }
             XATTN_UNROLL
             for (int r = 0; r < 2; ++r) soft.row_sum[r] += part[r][0] + part[r][1];
             return moved;
         }
+        // What has the scale of plain scores.
+        XATTN_DEVICE decltype(auto) scale() const {
+            if constexpr (kNarrow)
+                return Factor{tile_scale < 0.0f ? -tile_scale : tile_scale};
+            else
+                return (p);
+        }
         XATTN_DEVICE void to_weights() {
             XATTN_UNROLL
-            for (int g = 0; g < kKeyGroups; ++g) weights[g] = Arch::template weights<Element>(acc_s[g]);
+            for (int n = 0; n < kProductsV; ++n) {
+                if constexpr (kNarrow)
+                    weights[n] = narrow_weights(acc_s[2 * n], acc_s[2 * n + 1]);
+                else
+                    weights[n] = Arch::template weights<Element>(acc_s[n]);
+            }
         }
         XATTN_DEVICE void clear_output() {
             XATTN_UNROLL
@@ -570,6 +669,7 @@ struct Sm90Forward {
                     inverse.x[r] = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
                 if (p.lse && row < rows.rows && Arch::first_of_row(lane))
                     Place(p, rows, Work::Start::at(at)).lse[row] = S::lse(base, sum);
+                if (kNarrow) inverse.x[r] *= Work::Factors::at(at).values;
             }
             return inverse;
         }
@@ -586,9 +686,18 @@ struct Sm90Forward {
         }
 
         // Two elements. A row without a key is 0, whatever the values of keys that it does not see.
-        XATTN_DEVICE static u32 output(const float* x, float inverse) {
-            const u32 pair = IsaSm80::pack(Element{}, x[0] * inverse, x[1] * inverse);
+        XATTN_DEVICE static u32 output(const float* x, float inverse) { return output(x[0], x[1], inverse); }
+        XATTN_DEVICE static u32 output(float a, float b, float inverse) {
+            const u32 pair = IsaSm80::pack(OutputElement{}, a * inverse, b * inverse);
             return inverse == 0.0f ? 0 : pair;
+        }
+        // Of 8-bit values a lane holds four that follow each other in 16 of a row.
+        struct alignas(8) Four {
+            u32 low, high;
+        };
+        XATTN_DEVICE Four four(int g, int r, const Inverse& inverse) const {
+            const float* x = acc_o[g].x + 2 * r;
+            return {output(x[0], x[4], inverse.x[r]), output(x[1], x[5], inverse.x[r])};
         }
         XATTN_DEVICE OperandA output(int g, const Inverse& inverse) const {
             const float* x = acc_o[g].x;
@@ -604,13 +713,24 @@ struct Sm90Forward {
             const s32 row0 = group * 64 + warp() * 16;
             const u32 at = stage + row0 * 128;
             const u32 write = at + (lane & 15) * 128;
-            constexpr int kStep = kStagePanels > 0 ? min_of(kStagePanels, kPanelsV) : 1;
+            constexpr int kStep = kStagePanels > 0 ? min_of(kStagePanels, kPanelsOut) : 1;
             XATTN_UNROLL
-            for (int first = 0; first < kPanelsV; first += kStep) {
+            for (int first = 0; first < kPanelsOut; first += kStep) {
                 constexpr int kGroups = 4 * kStep, kChunks = 8 * kStep;
                 XATTN_UNROLL
                 for (int g = 0; g < kGroups; ++g) {
                     if (4 * first + g >= kDimGroups) break;
+                    if (kNarrow) {
+                        const u32 chunk = u32(g % 4 * 2 + ((lane & 3) >> 1)) ^ u32(lane >> 2);
+                        XATTN_UNROLL
+                        for (int r = 0; r < 2; ++r) {
+                            const Four x = four(4 * first + g, r, inverse);
+                            store_shared(
+                                at + g / 4 * kPanelQ + Arch::row_of(lane, r) * 128 + chunk * 16 + (lane & 1) * 8, x.low,
+                                x.high);
+                        }
+                        continue;
+                    }
                     const u32 chunk = u32(g % 4 * 2 + (lane >> 4)) ^ u32(lane & 7);
                     stmatrix(write + g / 4 * kPanelQ + chunk * 16, output(4 * first + g, inverse).x);
                 }
@@ -635,6 +755,14 @@ struct Sm90Forward {
             XATTN_UNROLL
             for (int r = 0; r < 2; ++r) {
                 const s32 row = group * 64 + warp() * 16 + Arch::row_of(lane, r);
+                if (kNarrow) {
+                    u16* to = out + row * p.out.row_stride + 4 * quad;
+                    XATTN_UNROLL
+                    for (int g = 0; g < kDimGroups; ++g)
+                        if (row < rows && 16 * g + 4 * quad < p.head_dim_v)
+                            *reinterpret_cast<Four*>(to + 16 * g) = four(g, r, inverse);
+                    continue;
+                }
                 u16* to = out + row * p.out.row_stride + 8 * quad;
                 XATTN_UNROLL
                 for (int c = 0; c < kDimV / 32; ++c) {

@@ -67,6 +67,13 @@ struct Work {
             return {q.x[0], q.x[1]};
         }
     };
+    struct Factors {
+        float scores, values;  // of 8-bit tensors: the scales of q and k, and of v
+        XATTN_DEVICE static Factors at(u32 work) {
+            const Quad q = read_quad(work + 48);
+            return {__int_as_float(q.x[0]), __int_as_float(q.x[1])};
+        }
+    };
 };
 
 // Where a tile's first row goes.
@@ -82,7 +89,7 @@ struct Place {
     }
 };
 
-template <int tile_m, int tile_n, int works>
+template <int tile_m, int tile_n, int works, bool scaled>
 struct TileFinder {
     const ForwardParams& p;
     const u32 ring;      // Works
@@ -173,6 +180,11 @@ struct TileFinder {
             write_quad(to, tile.sequence, tile.head, row0, rows);
             write_quad(to + 16, first / tile_n, last / tile_n, visible.shift, s.seqlen_k);
             write_quad(to + 32, start.row_q, start.row_k, 0, 0);
+            if (scaled) {
+                const s32 b = tile.sequence, head = s32(quotient(u32(tile.head), p.gqa_ratio));
+                write_quad(to + 48, __float_as_int(p.q_scale.of(b, head) * p.k_scale.of(b, head)),
+                           __float_as_int(p.v_scale.of(b, head)), 0, 0);
+            }
             Barrier{barriers + 8 * at.stage()}.arrive();
         }
         return true;

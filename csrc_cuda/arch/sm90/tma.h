@@ -96,6 +96,10 @@ XATTN_DEVICE void stmatrix(u32 address, const u32 (&x)[4]) {
                  : "memory");
 }
 
+XATTN_DEVICE void store_shared(u32 address, u32 a, u32 b) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
 template <int n>
 XATTN_DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n));

@@ -1,5 +1,6 @@
 // wgmma: the asynchronous matrix product of a warpgroup. acc (64 x n, float32) += A (64 x 16) B (16 x n) in 16-bit
-// elements, B in shared memory, A in shared memory or registers. PTX ISA, "wgmma.mma_async".
+// elements, or A (64 x 32) B (32 x n) in 8-bit ones, B in shared memory, A in shared memory or registers. PTX ISA,
+// "wgmma.mma_async". In bytes, 8-bit operands lie as 16-bit ones do; B has its sums along its rows always.
 //
 // A warp's 16 rows of the accumulator lie in its lanes as two mma.m16n8k16 accumulators do, 16 columns to an
 // Accumulator, and A in registers as its operand A: arch/sm80/arch.h states both.
@@ -89,6 +90,23 @@ struct Wgmma;
                            "n"(transposed));                                                                 \
         }                                                                                                    \
     };
+// The same in 8-bit elements.
+#define XATTN_WGMMA_NARROW(N, TEXT, ACCUMULATORS, A0, A1, A2, A3, A4, A5)                                      \
+    template <>                                                                                                \
+    struct Wgmma<e4m3, N> {                                                                                    \
+        XATTN_DEVICE static void ss(Accumulator (&d)[N / 16], Matrix a, Matrix b, s32 add) {                   \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N   \
+                         "k32.f32.e4m3.e4m3 {" TEXT "}, " A0 ", " A1 ", p, 1, 1;\n}"                           \
+                         : ACCUMULATORS                                                                        \
+                         : "l"(a.descriptor), "l"(b.descriptor), "r"(add));                                    \
+        }                                                                                                      \
+        XATTN_DEVICE static void rs(Accumulator (&d)[N / 16], const OperandA& a, Matrix b, s32 add) {          \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N   \
+                         "k32.f32.e4m3.e4m3 {" TEXT "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4 ", p, 1, 1;\n}" \
+                         : ACCUMULATORS                                                                        \
+                         : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b.descriptor), "r"(add));   \
+        }                                                                                                      \
+    };
 #define XATTN_TRANSPOSED_64 "38"
 #define XATTN_TRANSPOSED_80 "46"
 #define XATTN_TRANSPOSED_96 "54"
@@ -133,6 +151,13 @@ struct Wgmma;
 #define XATTN_ACC_192                                                                                               \
     XATTN_ACC(0), XATTN_ACC(1), XATTN_ACC(2), XATTN_ACC(3), XATTN_ACC(4), XATTN_ACC(5), XATTN_ACC(6), XATTN_ACC(7), \
         XATTN_ACC(8), XATTN_ACC(9), XATTN_ACC(10), XATTN_ACC(11)
+#define XATTN_TEXT_224                                                                                      \
+    XATTN_REGS_0 ", " XATTN_REGS_1 ", " XATTN_REGS_2 ", " XATTN_REGS_3 ", " XATTN_REGS_4 ", " XATTN_REGS_5  \
+                 ", " XATTN_REGS_6 ", " XATTN_REGS_7 ", " XATTN_REGS_8 ", " XATTN_REGS_9 ", " XATTN_REGS_10 \
+                 ", " XATTN_REGS_11 ", " XATTN_REGS_12 ", " XATTN_REGS_13
+#define XATTN_ACC_224                                                                                               \
+    XATTN_ACC(0), XATTN_ACC(1), XATTN_ACC(2), XATTN_ACC(3), XATTN_ACC(4), XATTN_ACC(5), XATTN_ACC(6), XATTN_ACC(7), \
+        XATTN_ACC(8), XATTN_ACC(9), XATTN_ACC(10), XATTN_ACC(11), XATTN_ACC(12), XATTN_ACC(13)
 #define XATTN_TEXT_256                                                                                      \
     XATTN_REGS_0 ", " XATTN_REGS_1 ", " XATTN_REGS_2 ", " XATTN_REGS_3 ", " XATTN_REGS_4 ", " XATTN_REGS_5  \
                  ", " XATTN_REGS_6 ", " XATTN_REGS_7 ", " XATTN_REGS_8 ", " XATTN_REGS_9 ", " XATTN_REGS_10 \
@@ -160,5 +185,33 @@ XATTN_WGMMA(bf16, 192, "bf16", XATTN_TEXT_192, XATTN_ACC_192, "%96", "%97", "%98
 XATTN_WGMMA(fp16, 192, "f16", XATTN_TEXT_192, XATTN_ACC_192, "%96", "%97", "%98", "%99", "%100", "%101")
 XATTN_WGMMA(bf16, 256, "bf16", XATTN_TEXT_256, XATTN_ACC_256, "%128", "%129", "%130", "%131", "%132", "%133")
 XATTN_WGMMA(fp16, 256, "f16", XATTN_TEXT_256, XATTN_ACC_256, "%128", "%129", "%130", "%131", "%132", "%133")
+
+XATTN_WGMMA_NARROW(64, XATTN_TEXT_64, XATTN_ACC_64, "%32", "%33", "%34", "%35", "%36", "%37")
+XATTN_WGMMA_NARROW(96, XATTN_TEXT_96, XATTN_ACC_96, "%48", "%49", "%50", "%51", "%52", "%53")
+XATTN_WGMMA_NARROW(128, XATTN_TEXT_128, XATTN_ACC_128, "%64", "%65", "%66", "%67", "%68", "%69")
+XATTN_WGMMA_NARROW(160, XATTN_TEXT_160, XATTN_ACC_160, "%80", "%81", "%82", "%83", "%84", "%85")
+XATTN_WGMMA_NARROW(192, XATTN_TEXT_192, XATTN_ACC_192, "%96", "%97", "%98", "%99", "%100", "%101")
+XATTN_WGMMA_NARROW(224, XATTN_TEXT_224, XATTN_ACC_224, "%112", "%113", "%114", "%115", "%116", "%117")
+XATTN_WGMMA_NARROW(256, XATTN_TEXT_256, XATTN_ACC_256, "%128", "%129", "%130", "%131", "%132", "%133")
+
+// A tile of weights as 8-bit operand A of 32 keys, which are those of two accumulators in another order: of 16 keys,
+// operand byte 4 t + i is key 2 t + i for i < 2, else 8 + 2 t + i - 2. V is laid out accordingly (transpose.h).
+XATTN_DEVICE u32 narrow_weights(float a, float b, float c, float d) {
+    u32 x;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}"
+        : "=r"(x)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return x;
+}
+XATTN_DEVICE OperandA narrow_weights(const Accumulator& first, const Accumulator& second) {
+    OperandA a;
+    XATTN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const float* x = (i < 2 ? first : second).x + 2 * (i % 2);
+        a.x[i] = narrow_weights(x[0], x[1], x[4], x[5]);
+    }
+    return a;
+}
 
 }  // namespace xattn

@@ -33,12 +33,12 @@ struct Cdna : ArchBase<Isa, 4, 16, 32> {
     XATTN_DEVICE static bool first_of_row(int lane) { return lane < 16; }
 
     // ---- global to shared: through registers, at once
-    XATTN_DEVICE static void copy_async(Shared tile, u32 offset, const u16* source, bool valid) {
+    XATTN_DEVICE static void copy_async(Shared tile, u32 offset, const void* source, bool valid) {
         Chunk c{};
         // Word by word here and in the Isa: a chunk copied whole goes through scratch memory (clang 22).
         if (valid) {
             XATTN_UNROLL
-            for (int i = 0; i < 4; ++i) c.word[i] = reinterpret_cast<const Chunk*>(source)->word[i];
+            for (int i = 0; i < 4; ++i) c.word[i] = static_cast<const Chunk*>(source)->word[i];
         }
         Isa::store_shared(tile + offset, c);
     }
@@ -79,6 +79,43 @@ struct Cdna : ArchBase<Isa, 4, 16, 32> {
         for (int i = 0; i < 4; ++i)
             x[i] = Isa::load_shared16(Layout::moved(Layout::below(pointer, i), key, col) + i * Layout::width * 2);
         return {{x[0] | x[1] << 16, x[2] | x[3] << 16}};
+    }
+
+    // ---- keys and values of 8 bits, in the order of those of 16
+    template <class Element>
+    using NarrowProduct = Element;
+    XATTN_DEVICE static int narrow_col_of(int lane, int e) { return col_of(lane, e); }
+    template <class Layout>
+    XATTN_DEVICE static Shared narrow_keys_pointer(Shared tile, int lane) {
+        return tile + Layout::chunk_at(lane & 15, 0) + 4 * (lane >> 4);
+    }
+    template <class Layout>
+    XATTN_DEVICE static Shared narrow_values_pointer(Shared tile, int lane) {
+        return tile + Layout::chunk_at(4 * (lane >> 4), 0) + (lane & 15);
+    }
+    template <class Layout>
+    XATTN_DEVICE static void store_query(Shared tile, int row, int col, const u32 (&x)[8]) {
+        XATTN_UNROLL
+        for (int n = 0; n < 8; n += 4)
+            Isa::store_shared(tile + Layout::chunk_at(row, col + 2 * n), Chunk{{x[n], x[n + 1], x[n + 2], x[n + 3]}});
+    }
+    template <class Element, class Cache, class Layout>
+    XATTN_DEVICE static void load_narrow_keys(OperandB (&b)[2], Shared pointer, int key, int col) {
+        const Shared at = Layout::moved(pointer, key, col / 2);
+        Isa::widen(Element{}, Cache{}, Isa::load_shared32(at), b[0].x);
+        Isa::widen(Element{}, Cache{}, Isa::load_shared32(Layout::beside(at)), b[1].x);
+    }
+    template <class Element, class Cache, class Layout>
+    XATTN_DEVICE static void load_narrow_values(OperandB (&b)[2], Shared pointer, int key, int col) {
+        u32 words[2] = {};
+        XATTN_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const Shared at = Layout::moved(Layout::below(pointer, i), key, col / 2) + i * Layout::width * 2;
+            words[0] |= Isa::load_shared8(at) << (8 * i);
+            words[1] |= Isa::load_shared8(Layout::beside(at)) << (8 * i);
+        }
+        XATTN_UNROLL
+        for (int n = 0; n < 2; ++n) Isa::widen(Element{}, Cache{}, words[n], b[n].x);
     }
 
     // ---- the product

@@ -1,7 +1,7 @@
 // The instructions of gfx90a, gfx942 and gfx950 that kernels use, one function each, over clang's builtins.
 #pragma once
 
-#include "kernels/platform.h"
+#include "kernels/fp8.h"
 
 namespace xattn {
 
@@ -50,6 +50,43 @@ struct IsaCdna {
     XATTN_DEVICE static float widen(bf16 x) { return __builtin_bit_cast(float, u32(x.bits) << 16); }
     XATTN_DEVICE static float widen(fp16 x) { return float(__builtin_bit_cast(_Float16, x.bits)); }
 
+    // ---- bits, and 8-bit floats
+    XATTN_DEVICE static u32 bits(float x) { return __builtin_bit_cast(u32, x); }
+    XATTN_DEVICE static float number(u32 bits) { return __builtin_bit_cast(float, bits); }
+    // A digit of `which` for each byte of the result, the lowest first: 0-3 of `low`, 4-7 of `high`.
+    XATTN_DEVICE static u32 bytes(u32 low, u32 high, u32 which) {
+        const u32 apart = (which & 0xf) | (which & 0xf0) << 4 | (which & 0xf00) << 8 | (which & 0xf000) << 12;
+        return __builtin_amdgcn_perm(high, low, apart);
+    }
+    XATTN_DEVICE static u32 multiply_pair(fp16, u32 x, u32 factor) {
+        typedef _Float16 half2 __attribute__((ext_vector_type(2)));
+        return __builtin_bit_cast(u32, __builtin_bit_cast(half2, x) * __builtin_bit_cast(half2, factor));
+    }
+    XATTN_DEVICE static u32 multiply_pair(bf16, u32 x, u32 factor) {
+        const float low = widen(bf16{u16(x)}) * widen(bf16{u16(factor)});
+        const float high = widen(bf16{u16(x >> 16)}) * widen(bf16{u16(factor >> 16)});
+        return upper_halves(low, high);
+    }
+    // Four bytes to two words of 16-bit elements. gfx942's instruction takes e4m3fnuz, gfx950's e4m3 (AMD CDNA3 and
+    // CDNA4 ISA, V_CVT_PK_F32_FP8); gfx90a has none.
+#if defined(__gfx942__)
+    using Native = e4m3fnuz;
+#elif defined(__gfx950__)
+    using Native = e4m3;
+#endif
+#if defined(__gfx942__) || defined(__gfx950__)
+    template <class Element>
+    XATTN_DEVICE static void widen(Element, Native, u32 word, u32 (&x)[2]) {
+        const auto low = __builtin_amdgcn_cvt_pk_f32_fp8(int(word), false);
+        const auto high = __builtin_amdgcn_cvt_pk_f32_fp8(int(word), true);
+        x[0] = exactly(Element{}, low[0], low[1]), x[1] = exactly(Element{}, high[0], high[1]);
+    }
+#endif
+    template <class Element, class Cache>
+    XATTN_DEVICE static void widen(Element, Cache, u32 word, u32 (&x)[2]) {
+        widen_in_software<IsaCdna, Element, Cache>(word, x);
+    }
+
     // ---- LDS: addresses are 32-bit
     XATTN_DEVICE static void store_shared(u32 at, const Chunk& c) {
         *local<word4>(at) = word4{c.word[0], c.word[1], c.word[2], c.word[3]};
@@ -59,7 +96,9 @@ struct IsaCdna {
         const u64 both = *local<u64>(at);
         x[0] = u32(both), x[1] = u32(both >> 32);
     }
+    XATTN_DEVICE static u32 load_shared8(u32 at) { return *local<u8>(at); }
     XATTN_DEVICE static u32 load_shared16(u32 at) { return *local<u16>(at); }
+    XATTN_DEVICE static u32 load_shared32(u32 at) { return *local<u32>(at); }
     XATTN_DEVICE static Chunk load_shared_chunk(u32 at) {
         const word4 x = *local<word4>(at);
         return {{x[0], x[1], x[2], x[3]}};
@@ -128,6 +167,13 @@ struct IsaCdna {
         return __builtin_bit_cast(T, both);
     }
     XATTN_DEVICE static void accumulate(float* d, float4 x) { d[0] = x[0], d[1] = x[1], d[2] = x[2], d[3] = x[3]; }
+
+    // Two words' upper halves: floats as bf16, where those hold them.
+    XATTN_DEVICE static u32 upper_halves(float low, float high) {
+        return __builtin_amdgcn_perm(bits(high), bits(low), 0x07060302);
+    }
+    XATTN_DEVICE static u32 exactly(bf16, float low, float high) { return upper_halves(low, high); }
+    XATTN_DEVICE static u32 exactly(fp16, float low, float high) { return pack(fp16{}, low, high); }
 
     // bf16 to nearest even; NaN stays NaN.
     XATTN_DEVICE static u32 rounded(float x) {
