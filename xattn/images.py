@@ -23,7 +23,7 @@ from . import settings
 
 log = logging.getLogger("xattn")
 
-PARAMS_VERSION = 3  # kParamsVersion of csrc_cuda/kernels/params.h
+PARAMS_VERSION = 5  # kParamsVersion of csrc_cuda/kernels/params.h
 _MAGIC = b"XATTN-IMAGE-1\n"
 _SUFFIX = ".image"
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -32,13 +32,18 @@ CONFIG_HEADER = "config.h"
 ConfigValue = int | bool | str
 
 
+class Source(str):
+    """The source of what a user's functions are in a kernel: the struct UserFunctions."""
+
+
+
 @dataclass(frozen=True)
 class ImageSpec:
     """What an image is made from. ``entry``: the source file, relative to a source root; ``config``: fields of its
     Config struct, by name.
 
-    Values: numbers and booleans become constants, the field "element" a type (fp16, bf16), other strings enumerators of
-        ``attn_mask``.
+    Values: numbers and booleans become constants, the field "element" a type (fp16, bf16), a Source stands ahead of
+        Config, other strings are enumerators of ``attn_mask``.
     """
 
     entry: str
@@ -47,9 +52,11 @@ class ImageSpec:
 
     def header(self) -> str:
         """The text of config.h."""
-        lines = []
+        lines, functions = [], ""
         for name, value in self.config:
-            if name == "element":
+            if isinstance(value, Source):
+                functions = value
+            elif name == "element":
                 lines.append(f"    using Element = {value};")
             elif isinstance(value, bool):
                 lines.append(f"    static constexpr bool {name} = {str(value).lower()};")
@@ -57,7 +64,9 @@ class ImageSpec:
                 lines.append(f"    static constexpr int {name} = {value};")
             else:
                 lines.append(f"    static constexpr Mask {name} = Mask::{value};")
-        return "#pragma once\nnamespace xattn {\nstruct Config {\n" + "\n".join(lines) + "\n};\n}  // namespace xattn\n"
+        lines.append(f"    using Functions = {'UserFunctions' if functions else 'NoFunctions'};")
+        body = functions + "struct Config {\n" + "\n".join(lines) + "\n};\n"
+        return f"#pragma once\nnamespace xattn {{\n{body}}}  // namespace xattn\n"
 
     def key(self) -> str:
         """The address: a hash of the sources as they are compiled (hipified for AMD), the configuration, the
@@ -72,8 +81,13 @@ class ImageSpec:
 
     def name(self) -> str:
         """For people: entry and configuration in one line."""
-        values = ", ".join(f"{n}={v}" for n, v in self.config)
+        values = ", ".join(f"{n}={_word(v)}" for n, v in self.config)
         return f"{self.entry} [{values}] for {self.arch}"
+
+
+def _word(value: ConfigValue) -> str:
+    """A value in a name; of a source its hash."""
+    return hashlib.sha256(value.encode()).hexdigest()[:12] if isinstance(value, Source) else str(value)
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,7 @@ class Image:
             parts.append(f"head_dim {head_dim}" + (f", v {head_dim_v}" if head_dim_v not in ("", head_dim) else ""))
             parts.append(f"tile {config.get('tile_m', '')}x{config.get('tile_n', '')}")
         parts += [name for name, value in config.items() if value == "True"]
+        parts += [f"functions {name}" for name in [config.get("functions", "")] if name]
         parts += [f"attn_mask {mask}" for mask in [config.get("attn_mask", "none")] if mask != "none"]
         return f"{entry}: {', '.join(filter(None, parts))}" if config else self.name
 

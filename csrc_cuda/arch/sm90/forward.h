@@ -28,9 +28,11 @@
 
 namespace xattn {
 
+// Forward: ForwardParams, and what the user's functions hold.
+template <class Forward>
 struct Sm90Params {
     TensorMap q, k, v;  // (head_dim, row, head, sequence), or (head_dim, slot, head, page); boxes of 64 columns
-    ForwardParams p;
+    Forward p;
     s32 tiles;
     s32 queue;  // number of the launch's work queue; -1: none
     s32 piece;  // rows of a box of k and v; of a paged cache they are in one page, otherwise a block
@@ -39,6 +41,7 @@ struct Sm90Params {
 template <class Config>
 struct Sm90Forward {
     using Arch = Sm80<IsaSm80>;  // lane maps and scalar arithmetic
+    using Params = Sm90Params<typename Config::Functions::Params>;
     using Element = typename Config::Element;
     using S = Scores<Arch, Config>;
     using Limits = typename S::Limits;
@@ -96,7 +99,7 @@ struct Sm90Forward {
         static constexpr u32 kFirst = 2 * kWorks + 2 * kQueries;
     };
 
-    XATTN_DEVICE static void run(const Sm90Params& params, u32 shared) {
+    XATTN_DEVICE static void run(const Params& params, u32 shared) {
         const Buffers buffers{shared};
         const int thread = Arch::thread_index();
         const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
@@ -129,7 +132,7 @@ struct Sm90Forward {
 
     // ---------------------------------------------------------------- the loader: one lane, or of a paged cache 32
     struct Loader {
-        const Sm90Params& params;
+        const Params& params;
         const Buffers buffers;
         const int lane;
         Ring<kWorks> works;
@@ -145,7 +148,7 @@ struct Sm90Forward {
             s32 page, slot;
         };
 
-        XATTN_DEVICE Loader(const Sm90Params& ps, const Buffers& b, int lane_) : params(ps), buffers(b), lane(lane_) {}
+        XATTN_DEVICE Loader(const Params& ps, const Buffers& b, int lane_) : params(ps), buffers(b), lane(lane_) {}
 
         XATTN_DEVICE void run() {
             if (leads()) tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
@@ -323,7 +326,7 @@ struct Sm90Forward {
                 }
                 w = following;
                 n = m;
-                if (S::kPlain) n = whole_blocks(w, n, factor);
+                if (!S::kModifies) n = whole_blocks(w, n, factor);
             }
             buffers.v_full(v().stage()).wait(v().parity());
             clear_tail(w, n);
@@ -503,7 +506,7 @@ struct Sm90Forward {
         }
 
         XATTN_DEVICE bool softmax(const Span& span, s32 n, bool masked, const Limits& seen, float (&factor)[2]) {
-            if (!S::kPlain) {
+            if (S::kModifies) {
                 const u32 at = buffers.work(span.slot);
                 const Work::Rows rows = Work::Rows::at(at);
                 const s32 start = Work::Start::at(at).row_q - rows.row0;
