@@ -48,11 +48,11 @@ XATTN_DEVICE s32 value(s32 x) {
     return x;
 }
 template <class A>
-XATTN_DEVICE s32 value(short x) {
+XATTN_DEVICE s32 value(s16 x) {
     return x;
 }
 template <class A>
-XATTN_DEVICE s32 value(signed char x) {
+XATTN_DEVICE s32 value(s8 x) {
     return x;
 }
 template <class A>

@@ -94,6 +94,7 @@ SCORE_MODS: dict[str, Any] = {
     "sigmoids": lambda s, b, h, q, k: torch.sigmoid(s) + torch.sigmoid(q * 0.1 - 2) + torch.tanh(k * 0.1),
     "activations": lambda s, b, h, q, k: (
         torch.nn.functional.silu(s) + torch.relu(s) + torch.nn.functional.softplus(s) + torch.nn.functional.elu(s)
+        + torch.nn.functional.gelu(s, approximate="tanh") + torch.lerp(s, s * 2, SLOPE)
     ),
     "roundings": lambda s, b, h, q, k: (
         (s * 3).floor() + (s * 3).ceil() + (s * 3).trunc() + (s * 4).round() + (s * 5).frac() + (q / 2).round()
@@ -204,9 +205,9 @@ def test_an_empty_table_gives_nothing(run):
 
 
 def test_a_divisor_of_0_stops_nothing(run):
-    n = torch.tensor([0, -1, 3])
+    n = torch.tensor([3, -1, 0])
     low = torch.tensor(-(2**63))
     fn = lambda s, b, h, q, k: s + (low // n[k]) * 0.0 + (q % n[k]) + torch.div(q, n[k], rounding_mode="trunc")  # noqa: E731
     at = [torch.zeros(3, dtype=torch.int64)] * 2 + [torch.full((3,), 7), torch.arange(3)]
     result, _ = run("score_mod", fn, torch.ones(3), at)
-    assert result.tolist() == [1.0, 1.0 + 0 - 7, 1.0 + 1 + 2]
+    assert result.tolist() == [1.0 + 1 + 2, 1.0 + 0 - 7, 1.0]

@@ -24,8 +24,8 @@ ELEMENTS = {
     torch.float16: "fp16",
     torch.int64: "s64",
     torch.int32: "s32",
-    torch.int16: "short",
-    torch.int8: "signed char",
+    torch.int16: "s16",
+    torch.int8: "s8",
     torch.uint8: "u8",
     torch.bool: "bool",
 }
@@ -217,8 +217,7 @@ class Lowering:
 
     # ---- operations
     def _node(self, node: torch.fx.Node) -> Any:
-        packet = getattr(node.target, "overloadpacket", None)
-        name = packet.__name__.strip("_") if packet is not None else getattr(node.target, "__name__", str(node.target))
+        name = name_of_operation(node.target)
         if name in VIEWS and isinstance(node.args[0], torch.fx.Node):
             source = self.values[node.args[0]]
             if isinstance(source, View):
@@ -332,6 +331,12 @@ def arguments_of(functions: Iterable[Lowered]) -> tuple[str, str]:
     functions = tuple(functions)
     fields = [f"    {kind} {name};" for f in functions for name, kind in f.fields()]
     return "\n".join(fields), "\n".join(f.source for f in functions)
+
+
+def name_of_operation(target: Any) -> str:
+    """Without namespace, overload and underscores around it."""
+    packet = getattr(target, "overloadpacket", None)
+    return packet.__name__.strip("_") if packet is not None else getattr(target, "__name__", str(target))
 
 
 # ---------------------------------------------------------------- dtypes

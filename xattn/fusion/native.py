@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..inputs import Lowered
 from . import captured, operations
-from .lower import Lowering, Refused
+from .lower import RULES, Lowering, Refused, name_of_operation
 
 operations  # noqa: B018 - the rules are there when it is imported
 
@@ -53,15 +53,20 @@ def lowered(
     except Refused as error:
         refused = error
     node = next((n for n in graph.graph.nodes if n.name == refused.node), None)
-    if node is not None and isinstance(node.target, torch._ops.OpOverload):
-        from torch._decomp import core_aten_decompositions
-
-        table = core_aten_decompositions()
-        if node.target in table:
-            simpler = make_fx(graph, decomposition_table=table)(*example)
-            with contextlib.suppress(Refused):
-                return Lowering(role, known).run(simpler), ""
+    table = _decompositions(graph)
+    if table:
+        simpler = make_fx(graph, decomposition_table=table)(*example)
+        with contextlib.suppress(Refused):
+            return Lowering(role, known).run(simpler), ""
     return None, f"{refused.operation} ({_where(fn, node, example, call)})"
+
+
+def _decompositions(graph: torch.fx.GraphModule) -> dict[Any, Callable[..., Any]]:
+    """torch's own, of the operations that have no rule here."""
+    from torch._decomp import decomposition_table
+
+    targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+    return {t: decomposition_table[t] for t in targets if t in decomposition_table and name_of_operation(t) not in RULES}
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

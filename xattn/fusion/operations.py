@@ -315,4 +315,4 @@ def _constant(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -
         code = {"float": f"{x}.0f", "bool": str(bool(x)).lower()}.get(type_of(dtype), str(x))
         kind = "s32" if type_of(dtype) == "s64" else type_of(dtype)
         return Value(code, kind, dtype, (x, x))
-    return w.as_dtype(w.read(node.args[0 if name == "scalar_tensor" else 1]), dtype)
+    return w.as_dtype(w.read(node.args[{"scalar_tensor": 0, "new_full": 2}.get(name, 1)]), dtype)

@@ -4,17 +4,21 @@
 #include "kernels/user_functions.h"
 #include "config.h"
 
-using Functions = xattn::Config::Functions;
-using Arch = xattn::Sm80<xattn::IsaHostNvidia>;
+// `at`: b, h, q_idx, kv_idx.
+template <class Arch, class Functions>
+float call(const typename Functions::Params& params, float score, const xattn::s32* at, bool& found) {
+    if constexpr (Functions::kScoreMod)
+        return Functions::template score_mod<Arch>(params, score, at[0], at[1], at[2], at[3], found);
+    else
+        return Functions::template mask_mod<Arch>(params, at[0], at[1], at[2], at[3], found) ? 1.0f : 0.0f;
+}
 
-// `at`: (count, 4) of b, h, q_idx, kv_idx. Where there is no score_mod, `result` is 1 where the mask_mod keeps a key.
-extern "C" void xattn_functions(const Functions::Params* params, const float* score, const xattn::s32* at,
-                                xattn::s64 count, float* result, bool* found) {
-    for (xattn::s64 n = 0; n < count; ++n, at += 4) {
+// `at`: (count, 4). Where there is no score_mod, `result` is 1 where the mask_mod keeps a key.
+extern "C" void xattn_functions(const xattn::Config::Functions::Params* params, const float* score,
+                                const xattn::s32* at, xattn::s64 count, float* result, bool* found) {
+    using Arch = xattn::Sm80<xattn::IsaHostNvidia>;
+    for (xattn::s64 n = 0; n < count; ++n) {
         found[n] = true;
-        if constexpr (Functions::kScoreMod)
-            result[n] = Functions::score_mod<Arch>(*params, score[n], at[0], at[1], at[2], at[3], found[n]);
-        else
-            result[n] = Functions::mask_mod<Arch>(*params, at[0], at[1], at[2], at[3], found[n]);
+        result[n] = call<Arch, xattn::Config::Functions>(*params, score[n], at + 4 * n, found[n]);
     }
 }
