@@ -149,7 +149,7 @@ struct Scores {
     // Of a row, from its reference and the sum of its weights.
     XATTN_DEVICE static float lse(float base, float sum) {
         if (sum == 0.0f) return -Arch::infinity();
-        return kAdded ? Arch::fma(Arch::log2(sum), kLn2, base) : (base + Arch::log2(sum)) * kLn2;
+        return kNatural ? Arch::fma(Arch::log2(sum), kLn2, base) : (base + Arch::log2(sum)) * kLn2;
     }
 
     // One more key with that logit and value 0: changes the base, the sum and the output's factor. One of infinity
