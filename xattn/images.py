@@ -36,7 +36,6 @@ class Source(str):
     """The source of what a user's functions are in a kernel: the struct UserFunctions."""
 
 
-
 @dataclass(frozen=True)
 class ImageSpec:
     """What an image is made from. ``entry``: the source file, relative to a source root; ``config``: fields of its

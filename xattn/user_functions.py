@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,12 @@ from .images import Source
 from .inputs import Inputs, Lowered
 from .launch_params import ForwardParams
 
-_NUMBERS = {"s32": ctypes.c_int32, "s64": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
+_NUMBERS: dict[str, Any] = {
+    "s32": ctypes.c_int32,
+    "s64": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
 _MOST = 2**31 - 1  # of sizes and strides
 
 
@@ -27,7 +33,11 @@ def source(functions: tuple[Lowered, ...]) -> Source:
     """What config.h holds of them."""
     fields = "".join(f"    {kind} {name};\n" for f in functions for name, kind in f.fields())
     roles = {f.role for f in functions}
-    has = {"kScoreMod": "score_mod" in roles, "kMaskMod": "mask_mod" in roles, "kReads": any(f.tables for f in functions)}
+    has = {
+        "kScoreMod": "score_mod" in roles,
+        "kMaskMod": "mask_mod" in roles,
+        "kReads": any(f.tables for f in functions),
+    }
     flags = ", ".join(f"{name} = {str(value).lower()}" for name, value in has.items())
     return Source(
         f"struct Captured : ForwardParams {{\n{fields}}};\n"

@@ -1,8 +1,8 @@
 // What happens to a score between the product and the softmax, by logical position: scale, softcap, score_mod, ALiBi,
 // attn_mask, masks, mask_mod.
 //
-// Without softcap, score_mod, ALiBi or attn_mask the products stay as they are, and the scale, which must be positive then, enters
-// the softmax as one multiply-add. any_scale is for scales that are not.
+// Without softcap, score_mod, ALiBi or attn_mask the products stay as they are, and the scale, which must be positive
+// then, enters the softmax as one multiply-add. any_scale is for scales that are not.
 //
 // Where heads are packed, the rows of a tile are the queries of all heads that share a key head: row r is query
 // r / gqa_ratio of head r % gqa_ratio of those.

@@ -99,7 +99,7 @@ SCORE_MODS: dict[str, Any] = {
     "roundings": lambda s, b, h, q, k: (
         (s * 3).floor() + (s * 3).ceil() + (s * 3).trunc() + (s * 4).round() + (s * 5).frac() + (q / 2).round()
     ),
-    "signs": lambda s, b, h, q, k: s.sign() + (q - k).sign() + (q - k).abs() - (-s) + (s.square()) + (k + 1).reciprocal(),
+    "signs": lambda s, b, h, q, k: s.sign() + (q - k).sign() + (q - k).abs() + -s + s.square() + (k + 1).reciprocal(),
     "casts": lambda s, b, h, q, k: (s * 10).int() + (s * 1000).to(torch.int8) * 0 + (q - k).to(torch.uint8) + k.half(),
     "nan": lambda s, b, h, q, k: torch.where((s / 0 * 0).isnan() | (q / 0).isinf(), s, s.nan_to_num()),
     "infinite": lambda s, b, h, q, k: torch.where(q < k, -math.inf, s).masked_fill(k == 3, -1e30),

@@ -119,7 +119,8 @@ class Lowering:
     def _lowered(self, kind: str) -> Lowered:
         score = "" if self.role == "mask_mod" else "float score, "
         at = ", ".join(f"s32 {name}" for name in COORDINATES)
-        head = f"template <class A>\nXATTN_DEVICE static {kind} {self.role}(const Captured& c, {score}{at}, bool& found) {{"
+        given = f"const Captured& c, {score}{at}, bool& found"
+        head = f"template <class A>\nXATTN_DEVICE static {kind} {self.role}({given}) {{"
         source = "\n".join([head, *(f"    {line}" for line in self.lines), "}"])
         found = Lowered(self.role, source, tuple(self.tables), tuple(self.tables.values()), tuple(self.numbers))
         if found.bytes > _MOST_BYTES:
@@ -216,7 +217,7 @@ class Lowering:
         return Value(f"{type_of(dtype)}({ELEMENTS[dtype]}({x.code}))", type_of(dtype), dtype, (low, high), x.of_score)
 
     # ---- operations
-    def _node(self, node: torch.fx.Node) -> Any:
+    def _node(self, node: Any) -> Any:
         name = name_of_operation(node.target)
         if name in VIEWS and isinstance(node.args[0], torch.fx.Node):
             source = self.values[node.args[0]]
@@ -234,7 +235,7 @@ class Lowering:
         simple = result.code.replace("_", "").isalnum() or result.code.startswith("c.")
         return result if simple else self.keep(result)
 
-    def _view(self, name: str, x: View, node: torch.fx.Node) -> View:
+    def _view(self, name: str, x: View, node: Any) -> View:
         args = node.args
         if name in SAME:
             return x
@@ -295,7 +296,7 @@ class Lowering:
         return replace(x, left=tuple(d for d, value in pairs if value is None), picked=(*x.picked, *picked))
 
     # ---- arithmetic, for the rules
-    def arguments(self, node: torch.fx.Node, count: int) -> list[Value | int | float | bool]:
+    def arguments(self, node: Any, count: int) -> list[Value | int | float | bool]:
         return [self.read(arg) for arg in node.args[:count]]
 
     def whole(self, op: str, dtype: torch.dtype, a: Value, b: Value) -> Value:
@@ -324,13 +325,6 @@ class Lowering:
         if dtype in (torch.bfloat16, torch.float16):
             code = f"user::rounded<A, {ELEMENTS[dtype]}>({code})"
         return Value(code, type_of(dtype), dtype, of_score=any(x.of_score for x in of))
-
-
-def arguments_of(functions: Iterable[Lowered]) -> tuple[str, str]:
-    """(fields of the struct Captured, the functions) of C++."""
-    functions = tuple(functions)
-    fields = [f"    {kind} {name};" for f in functions for name, kind in f.fields()]
-    return "\n".join(fields), "\n".join(f.source for f in functions)
 
 
 def name_of_operation(target: Any) -> str:
@@ -384,5 +378,5 @@ def _live(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [node for node in graph.graph.nodes if node in needed]
 
 
-Rule = Callable[[Lowering, str, torch.dtype, torch.fx.Node], Value]
+Rule = Callable[[Lowering, str, torch.dtype, Any], Value]
 RULES: dict[str, Rule] = {}  # by the name of the operation; filled by operations.py

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import re
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..inputs import Lowered
@@ -66,27 +66,37 @@ def _decompositions(graph: torch.fx.GraphModule) -> dict[Any, Callable[..., Any]
     from torch._decomp import decomposition_table
 
     targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
-    return {t: decomposition_table[t] for t in targets if t in decomposition_table and name_of_operation(t) not in RULES}
+    return {
+        t: decomposition_table[t] for t in targets if t in decomposition_table and name_of_operation(t) not in RULES
+    }
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_OWN = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
-def _where(
-    fn: Any, node: torch.fx.Node | None, example: Sequence[Tensor], call: Callable[..., Any]
-) -> str:
-    """The line of the user's code that made a node: it is traced again, as noting lines takes time."""
-    from torch.fx.experimental.proxy_tensor import make_fx
+class _Lines(TorchDispatchMode):
+    """Notes where an operation stands in the user's code: of those of one kind, that number."""
 
-    frames: list[tuple[str, str]] = []
-    if node is not None and "record_stack_traces" in inspect.signature(make_fx).parameters:
-        with contextlib.suppress(Exception):
-            again = make_fx(call, record_stack_traces=True)(*example)
-            same = next((n for n in again.graph.nodes if n.name == node.name and n.target == node.target), None)
-            found = _FRAME.findall((same.meta.get("stack_trace") if same is not None else "") or "")
-            frames = [(file, line) for file, line in found if not file.startswith(_OWN)]
-    if frames:
-        return ":".join(frames[-1])
+    def __init__(self, target: Any, number: int):
+        super().__init__()
+        self.target, self.left, self.line = target, number, ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is self.target:
+            if self.left == 0:
+                frames = [f for f in traceback.extract_stack() if not f.filename.startswith(_OWN)]
+                self.line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+def _where(fn: Any, node: torch.fx.Node | None, example: Sequence[Tensor], call: Callable[..., Any]) -> str:
+    """The line of the user's code that made a node: the function is called again, as looking takes time."""
+    if node is not None:
+        same = [n for n in node.graph.nodes if n.target is node.target]
+        with contextlib.suppress(Exception), _Lines(node.target, same.index(node)) as lines:
+            call(*example)
+        if lines.line:
+            return lines.line
     code = getattr(fn, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(fn, "__name__", type(fn).__name__)

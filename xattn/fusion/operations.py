@@ -19,7 +19,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @_rule("add", "sub", "rsub", "mul", "multiply", "subtract")
-def _arithmetic(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _arithmetic(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     a, b = w.arguments(node, 2)
     if name == "rsub":
         a, b = b, a
@@ -37,9 +37,11 @@ def _arithmetic(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node)
 
 
 @_rule("div", "divide", "true_divide", "floor_divide", "remainder", "fmod")
-def _division(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _division(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     a, b = w.arguments(node, 2)
-    mode = {"floor_divide": "floor", "remainder": "remainder", "fmod": "fmod"}.get(name, node.kwargs.get("rounding_mode"))
+    mode = {"floor_divide": "floor", "remainder": "remainder", "fmod": "fmod"}.get(
+        name, node.kwargs.get("rounding_mode")
+    )
     if dtype == torch.bool:
         raise Refused(f"{name} of booleans")
     x, y = w.as_dtype(a, dtype), w.as_dtype(b, dtype)
@@ -92,7 +94,7 @@ _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=
 
 
 @_rule(*_COMPARED)
-def _comparison(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _comparison(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     a, b = w.arguments(node, 2)
     wide = common(a, b)
     x, y = w.as_dtype(a, wide), w.as_dtype(b, wide)
@@ -102,7 +104,7 @@ def _comparison(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node)
 
 
 @_rule("logical_and", "logical_or", "logical_xor", "logical_not")
-def _logical(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _logical(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     x, *rest = (w.cast(v, "bool") for v in w.arguments(node, 1 if name == "logical_not" else 2))
     if not rest:
         return Value(f"(!{x.code})", "bool", dtype, of_score=x.of_score)
@@ -114,7 +116,7 @@ _BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "and": "&", 
 
 
 @_rule(*_BITS)
-def _bitwise(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _bitwise(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     x, y = (w.as_dtype(v, dtype) for v in w.arguments(node, 2))
     of_score = x.of_score or y.of_score
     if dtype == torch.bool:  # both sides are there already: no jump
@@ -126,7 +128,7 @@ def _bitwise(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) ->
 
 
 @_rule("bitwise_not", "invert")
-def _bitwise_not(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _bitwise_not(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     (x,) = (w.as_dtype(v, dtype) for v in w.arguments(node, 1))
     if dtype == torch.bool:
         return Value(f"(!{x.code})", "bool", dtype, of_score=x.of_score)
@@ -134,7 +136,7 @@ def _bitwise_not(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node
 
 
 @_rule("bitwise_left_shift", "bitwise_right_shift", "lshift", "rshift")
-def _shift(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _shift(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     if dtype != torch.int64:
         raise Refused(f"{name} of {name_of(dtype)}")
     x, n = (w.as_dtype(v, dtype) for v in w.arguments(node, 2))
@@ -144,7 +146,7 @@ def _shift(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> V
 
 
 @_rule("maximum", "minimum", "max", "min", "fmax", "fmin", "clamp_min", "clamp_max")
-def _extreme(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _extreme(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     if len(node.args) < 2:
         return w.as_dtype(w.arguments(node, 1)[0], dtype)
     a, b = w.arguments(node, 2)
@@ -175,7 +177,7 @@ def _chosen(w: Lowering, dtype: torch.dtype, a: Any, b: Any, op: str, pick: Call
 
 
 @_rule("clamp", "clip", "hardtanh")
-def _clamp(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _clamp(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     (x,) = w.arguments(node, 1)
     default = (-1, 1) if name == "hardtanh" else (None, None)
     keys = ("min_val", "max_val") if name == "hardtanh" else ("min", "max")
@@ -192,7 +194,7 @@ def _clamp(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> V
 
 
 @_rule("where", "masked_fill")
-def _where(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _where(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     a, b, c = w.arguments(node, 3)
     condition, yes, no = (b, c, a) if name == "masked_fill" else (a, b, c)
     seen = w.cast(condition, "bool")
@@ -206,7 +208,7 @@ def _where(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> V
 
 
 @_rule("pow")
-def _power(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _power(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     a, b = w.arguments(node, 2)
     if isinstance(b, int) and b in w.literals and b in (2, 3):
         x = w.as_dtype(a, dtype)
@@ -219,7 +221,7 @@ def _power(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> V
 
 
 @_rule("neg", "negative", "abs", "absolute", "sign", "sgn", "relu", "square", "reciprocal")
-def _unary(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _unary(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     x = w.as_dtype(w.arguments(node, 1)[0], dtype)
     if name == "square":
         return w.binary("*", dtype, x, x)
@@ -273,7 +275,7 @@ _FUNCTIONS = {
 
 
 @_rule(*_FUNCTIONS)
-def _function(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _function(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     if len(node.args) > 1 or node.kwargs.get("decimals"):
         raise Refused(f"{name} with decimals")
     x = w.as_dtype(w.arguments(node, 1)[0], dtype)
@@ -287,7 +289,7 @@ def _function(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -
 
 
 @_rule("isnan", "isinf", "isfinite", "signbit")
-def _kind_of_number(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _kind_of_number(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     (x,) = w.arguments(node, 1)
     assert isinstance(x, Value)
     floats = x.type in ("float", "double")
@@ -303,13 +305,13 @@ def _kind_of_number(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.N
 
 
 @_rule("to_copy", "to", "convert_element_type", "type_as")
-def _converted(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _converted(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     return w.as_dtype(w.arguments(node, 1)[0], dtype)
 
 
 @_rule("scalar_tensor", "full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "ones", "ones_like",
        "new_ones")  # fmt: skip
-def _constant(w: Lowering, name: str, dtype: torch.dtype, node: torch.fx.Node) -> Value:
+def _constant(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     if "zeros" in name or "ones" in name:
         x = int("ones" in name)
         code = {"float": f"{x}.0f", "bool": str(bool(x)).lower()}.get(type_of(dtype), str(x))
