@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
 SPILLS = {
     "sm80": {"alibi": 256, "softcap": 256, "relative": 320, "documents": 640, "prefix": 256},
     "sm90": {"alibi": 160, "softcap": 0, "relative": 256, "documents": 320, "prefix": 0},
-    "decode": dict.fromkeys(FUNCTIONS, 0),
+    "decode": {**dict.fromkeys(FUNCTIONS, 0), "documents": 160},
 }
 _PLAIN = (("any_scale", False), ("softcap", False), ("alibi", False), ("attn_mask", "none"))
 

@@ -48,6 +48,9 @@ def lowered(
     from."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
+    arguments = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    for argument, t in zip(arguments, example, strict=True):
+        argument.meta.setdefault("val", t)  # those that were found in the graph have none
     try:
         return Lowering(role, known).run(graph), ""
     except Refused as error:

@@ -210,7 +210,9 @@ def _trace(
                 if known is not None:
                     lowered, refusal = known.lowered, known.refusal
                 elif coordinates[-1] == "kv_idx":
-                    lowered, refusal = native.lowered(role, fn, graph, literals, fakes, call)
+                    lowered, refusal = native.lowered(
+                        role, fn, graph, literals, fakes, lambda *given: call(*given[: len(example)])
+                    )
                 else:
                     lowered, refusal = None, ""
             mod = Mod(key, _mapped(graph, has_value, name), graph, graph.code, lowered, refusal)
