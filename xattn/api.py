@@ -86,6 +86,9 @@ def attention(
             kv_idx that the first query and the first key have there (in ``attention`` alone).
         score_mod: fn(score, b, h, q_idx, kv_idx) -> score; mask_mod: fn(b, h, q_idx, kv_idx) -> True where seen, as
             FlexAttention's. Tensors that they capture may require gradients (score_mod).
+            Native kernels have them compiled in: arithmetic, comparisons, where, minima and maxima, roundings,
+            exponentials and their kin, whole numbers, and elements of captured tensors. A refusal names an operation
+            that they cannot have.
         epilogue: an ``Epilogue`` applied to the output before it is rounded.
             All three are traced with 0-d tensors that have no value: no .item(), .tolist(), .numpy() or Python
             condition on them or on captured tensors, no shape that depends on them, no write into what is captured.

@@ -225,6 +225,9 @@ def explain(kind: str, given: dict[str, Any], device: Device | None) -> dispatch
     call, inputs = _described(kind, given)
     at = device_of(inputs.q.device) if device is None else device
     found = dispatch.plan(inputs.problem(asked(inputs)), inputs.size_bucket(), at, backend=inputs.backend)
+    if found.native:
+        mods = [mod for mod in (inputs.score_mod, inputs.mask_mod) if mod is not None and mod.lowered is not None]
+        found = replace(found, sources=tuple((mod.key, mod.lowered.source) for mod in mods if mod.lowered))
     if found.backend is None or (call.append is None and call.rotary is None):
         return found
     extended = appends.planned(ops.append_record(**_extension(call)), at, found.backend)
@@ -235,16 +238,17 @@ def _described(kind: str, given: dict[str, Any]) -> tuple[Call, Inputs]:
     call = normalise(kind, given, trace=False)
     epilogue = given["epilogue"]
     device = given["q"].device
+    mods: dict[str, Mod | None] = dict.fromkeys(_FUNCTIONS)
     for role in _FUNCTIONS:
         if given[role] is not None:
             fn, aux = (epilogue.fn, call.kwargs.pop("epilogue_aux")) if role == "epilogue" else (given[role], ())
-            _traceable(role, fn, device, aux, reference.compute_dtype(given["q"], given["attn_mask"]))
+            mods[role] = _noted(role, fn, device, aux, reference.compute_dtype(given["q"], given["attn_mask"]))
     inputs = replace(
         ops.record(kind, call.positional, call.kwargs),
-        score_mod=_noted("score_mod", given["score_mod"]),
+        score_mod=mods["score_mod"],
         score_mod_aux=_stand_ins(_held(given["score_mod"]), device),
-        mask_mod=_noted("mask_mod", given["mask_mod"]),
-        epilogue=_noted("epilogue", epilogue.fn if epilogue else None),
+        mask_mod=mods["mask_mod"],
+        epilogue=mods["epilogue"],
         epilogue_aux=_stand_ins([*epilogue.aux, *_held(epilogue.fn)], device) if epilogue else (),
     )
     check(call, inputs)
@@ -408,12 +412,16 @@ def _validate_appended(inputs: Inputs, append: dict[str, Any], lengths: Tensor) 
     validate.values(inputs, lengths)
 
 
-def _traceable(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Raises what tracing raises. For meta tensors on the device of what the function holds, or on the CPU."""
+def _noted(role: str, fn: Any, device: torch.device, aux: Sequence[Tensor], dtype: torch.dtype) -> Mod | None:
+    """A function in traced form, by the name of its role. Raises what tracing raises; for meta tensors it is traced on
+    the device of what it holds, or on the CPU."""
     if device.type == "meta":
         device = next((t.device for t in _held(fn)), torch.device("cpu"))
         aux = [torch.zeros((), dtype=t.dtype, device=device).expand(t.shape) for t in aux]
-    fusion.trace(role, fn, device, aux, dtype)
+    key, _ = fusion.trace(role, fn, device, aux, dtype)
+    found = fusion.lookup(key)
+    assert found is not None
+    return replace(found, key=role)
 
 
 def _check_out(call: Call, grads: bool) -> None:
@@ -489,10 +497,6 @@ def _extension(call: Call) -> dict[str, Any]:
 
 def _tables(rotary: Rotary) -> dict[str, Any]:
     return {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin, "rotary_interleaved": rotary.interleaved}
-
-
-def _noted(role: str, fn: Any) -> Mod | None:
-    return None if fn is None else Mod(role, fn, fn)
 
 
 def _held(fn: Any) -> list[Tensor]:

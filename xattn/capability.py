@@ -21,6 +21,7 @@ CODES = {
     "head_dim": "the head dimension is not answered",
     "head_dim_v": "the head dimension of v is not answered",
     "feature": "this argument is not answered",
+    "operation": "its kernels cannot have this operation of a user function",
     "grad": "the gradient of this argument is not answered",
     "deterministic": "a bitwise reproducible backward is not offered",
     "size": "an empty tensor is not answered",
@@ -75,7 +76,8 @@ class Capability:
     non-empty means that the backend answers only problems that use one of those features. ``needs`` names Python
     modules without which it cannot run on this machine's devices. ``nonempty``: it wants at least one query and one
     key. ``as_it_lies``: kinds of calls of which it copies nothing, so that q, k and v must lie as kernels read them.
-    ``page_size_multiple_of``: tokens of which the pages of a cache hold a multiple.
+    ``page_size_multiple_of``: tokens of which the pages of a cache hold a multiple. ``lowers``: user functions are
+    compiled into its kernels, so that each of their operations must have a source.
     """
 
     vendors: frozenset[str] = frozenset()
@@ -95,6 +97,7 @@ class Capability:
     nonempty: bool = False
     as_it_lies: frozenset[str] = frozenset()
     page_size_multiple_of: int = 1
+    lowers: bool = False
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: sets as sorted lists."""
@@ -156,6 +159,8 @@ def check(problem: Problem, size: SizeBucket, device: Device, capability: Capabi
     found += [
         Refusal("feature", name, "given", _sorted(c.features, FEATURES)) for name in used if name not in c.features
     ]
+    if c.lowers:
+        found += [Refusal("operation", role, what, ("see help(xattn.attention)",)) for role, what in p.unlowered]
     found += [
         Refusal("grad", name, "gradient asked for", _sorted(c.grads, GRADS)) for name in p.grads if name not in c.grads
     ]

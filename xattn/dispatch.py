@@ -56,7 +56,8 @@ class Plan:
     """Which backend answers a problem on a device, how, and why those before it do not.
 
     ``backend`` is None where none can. ``config`` holds (name, value) pairs: tile, splits, copies. ``notes`` say what
-    the caller might not expect. ``str(plan)`` explains all of it.
+    the caller might not expect, ``sources`` what kernels have of user functions, by their roles. ``str(plan)`` explains
+    all of it.
     """
 
     backend: str | None
@@ -67,6 +68,7 @@ class Plan:
     device: Device
     native: bool = False
     notes: tuple[str, ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.problem}\non {self.device}:"
@@ -80,6 +82,8 @@ class Plan:
         if self.rejected:
             lines.append("rejected:")
             lines += [f"  {name}: {refusal}" for name, refusals in self.rejected for refusal in refusals]
+        for role, source in self.sources:
+            lines += [f"{role}:", *(f"  {line}" for line in source.splitlines())]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,6 +95,7 @@ class Plan:
                 name: value if isinstance(value, (int, float, bool)) else str(value) for name, value in self.config
             },
             "notes": list(self.notes),
+            "sources": dict(self.sources),
             "rejected": {name: [r.as_dict() for r in refusals] for name, refusals in self.rejected},
             "problem": self.problem.as_dict(),
             "device": {"vendor": self.device.vendor, "arch": self.device.arch, "name": self.device.name},

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from . import jit, launch, status
+from . import jit, launch, status, user_functions
 from .capability import Capability, HeadDims, Refusal
 from .device import Device
 from .device import of as device_of
@@ -42,15 +42,18 @@ CAPABILITY = Capability(
             "causal",
             "window",
             "softcap",
+            "score_mod",
             "alibi_slopes",
             "attn_mask_bool",
             "attn_mask_additive",
+            "mask_mod",
             "seqused_k",
             "sinks",
             "return_lse",
             "gqa",
         }
     ),
+    lowers=True,
 )
 
 # What the shared body and its decode kernel answer. A cache is not copied to be read: it is as large as the memory.
@@ -187,7 +190,7 @@ class Forward:
 
     def slots(self, base: int = 0) -> tuple[int, ...]:
         """Where the tensors' addresses go, for a block that holds ForwardParams at offset ``base``."""
-        return tuple(base + slot(ForwardParams, _PARAMS.get(name, name)) for name in self.tensors)
+        return tuple(base + slot(type(self.params), _PARAMS.get(name, name)) for name in self.tensors)
 
 
 def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tensor], Tensor]) -> Forward:
@@ -199,7 +202,7 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
     if x.kv_layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     sequences = x.batch + x.packed
-    p = ForwardParams(
+    p = user_functions.params_of(x)(
         q=Operand.of(q),
         k=Operand.of(k),
         v=Operand.of(v),
@@ -259,13 +262,19 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
         p.page_size = Divisor.of(x.page_size)
     p.order_tiles(max(1, heads_at_once) * (x.num_heads_q // x.num_heads_kv))
     ordered = {name: tensors[name] for name in TENSORS[x.kind] if name in tensors}
-    return Forward(p, ordered, tuple(outputs), mask)
+    if captured := user_functions.fill(p, x):
+        p.status = status.word(x.q.device).data_ptr()
+    return Forward(p, ordered | captured, tuple(outputs), mask)
 
 
 def switches(x: Inputs, mask: str, scaled: bool = False) -> Fields:
     """The part of an image's configuration that the features of a call decide. ``scaled``: scores have a factor that
     only the device knows."""
-    return _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, scaled or x.scale <= 0.0)
+    functions = user_functions.of(x)
+    modifies = x.softcap != 0.0 or any(f.role == "score_mod" for f in functions)
+    any_scale = (scaled or x.scale <= 0.0) and not modifies
+    chosen = _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, any_scale)
+    return (*chosen, ("functions", user_functions.source(functions))) if functions else chosen
 
 
 def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none", any_scale: bool = False) -> Fields:

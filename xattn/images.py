@@ -24,7 +24,7 @@ from . import settings
 
 log = logging.getLogger("xattn")
 
-PARAMS_VERSION = 3  # kParamsVersion of csrc_cuda/kernels/params.h
+PARAMS_VERSION = 5  # kParamsVersion of csrc_cuda/kernels/params.h
 KINDS = ("cubin", "ptx", "hsaco", "host")  # of code
 _MAGIC = b"XATTN-IMAGE-1\n"
 _SUFFIX = ".image"
@@ -34,13 +34,17 @@ CONFIG_HEADER = "config.h"
 ConfigValue = int | bool | str
 
 
+class Source(str):
+    """The source of what a user's functions are in a kernel: the struct UserFunctions."""
+
+
 @dataclass(frozen=True)
 class ImageSpec:
     """What an image is made from. ``entry``: the source file, relative to a source root; ``config``: fields of its
     Config struct, by name.
 
-    Values: numbers and booleans become constants, the fields "element" (fp16, bf16) and "cache" (those, e4m3, e4m3fnuz)
-        types, other strings enumerators of ``attn_mask``.
+    Values: numbers and booleans become constants, the fields "element" (fp16, bf16, e4m3) and "cache" (those, e4m3fnuz)
+        types, a Source stands ahead of Config, other strings are enumerators of ``attn_mask``.
     """
 
     entry: str
@@ -49,9 +53,11 @@ class ImageSpec:
 
     def header(self) -> str:
         """The text of config.h."""
-        lines = []
+        lines, functions = [], ""
         for name, value in self.config:
-            if name in ("element", "cache"):
+            if isinstance(value, Source):
+                functions = value
+            elif name in ("element", "cache"):
                 lines.append(f"    using {name.capitalize()} = {value};")
             elif isinstance(value, bool):
                 lines.append(f"    static constexpr bool {name} = {str(value).lower()};")
@@ -59,7 +65,9 @@ class ImageSpec:
                 lines.append(f"    static constexpr int {name} = {value};")
             else:
                 lines.append(f"    static constexpr Mask {name} = Mask::{value};")
-        return "#pragma once\nnamespace xattn {\nstruct Config {\n" + "\n".join(lines) + "\n};\n}  // namespace xattn\n"
+        lines.append(f"    using Functions = {'UserFunctions' if functions else 'NoFunctions'};")
+        body = functions + "struct Config {\n" + "\n".join(lines) + "\n};\n"
+        return f"#pragma once\nnamespace xattn {{\n{body}}}  // namespace xattn\n"
 
     def key(self) -> str:
         """The address: a hash of the sources as they are compiled (hipified for AMD), the configuration, the
@@ -74,8 +82,13 @@ class ImageSpec:
 
     def name(self) -> str:
         """For people: entry and configuration in one line."""
-        values = ", ".join(f"{n}={v}" for n, v in self.config)
+        values = ", ".join(f"{n}={_word(v)}" for n, v in self.config)
         return f"{self.entry} [{values}] for {self.arch}"
+
+
+def _word(value: ConfigValue) -> str:
+    """A value in a name; of a source its hash."""
+    return hashlib.sha256(value.encode()).hexdigest()[:12] if isinstance(value, Source) else str(value)
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,7 @@ class Image:
             parts.append(f"head_dim {head_dim}" + (f", v {head_dim_v}" if head_dim_v not in ("", head_dim) else ""))
             parts.append(f"tile {config.get('tile_m', '')}x{config.get('tile_n', '')}")
         parts += [name for name, value in config.items() if value == "True"]
+        parts += [f"functions {name}" for name in [config.get("functions", "")] if name]
         parts += [f"attn_mask {mask}" for mask in [config.get("attn_mask", "none")] if mask != "none"]
         return f"{entry}: {', '.join(filter(None, parts))}" if config else self.name
 

@@ -84,17 +84,47 @@ TENSORS = {
 
 
 @dataclass(frozen=True)
+class Lowered:
+    """A user's function as the source of C++ (fusion/lower.py), and what it is given.
+
+    ``tables``: which of its aux tensors it reads, ``forms`` their (element type of C++, dimensions), ``numbers`` the
+    (type of C++, value) of the numbers that it holds.
+    """
+
+    role: str
+    source: str
+    tables: tuple[int, ...]
+    forms: tuple[tuple[str, int], ...]
+    numbers: tuple[tuple[str, int | float], ...]
+
+    def fields(self) -> list[tuple[str, str]]:
+        """(name, type of C++) of its arguments; those of 8 bytes first."""
+        wide = [(f"{self.role}_t{n}", f"Table<{element}, {dims}>") for n, (element, dims) in enumerate(self.forms)]
+        numbers = [(f"{self.role}_n{n}", kind) for n, (kind, _) in enumerate(self.numbers)]
+        return [*wide, *sorted(numbers, key=lambda field: field[1] not in ("s64", "double"))]
+
+    @property
+    def bytes(self) -> int:
+        """Of its arguments."""
+        return sum(8 + 8 * dims for _, dims in self.forms) + sum(
+            8 if kind in ("s64", "double") else 4 for kind, _ in self.numbers
+        )
+
+
+@dataclass(frozen=True)
 class Mod:
     """A user's function in traced form; ``key`` names it in ops.
 
     ``element`` is the function of 0-d tensors, its captured tensors arguments behind the others; ``eager`` maps it over
-    whole tensors.
+    whole tensors. ``lowered`` is None where kernels cannot have it, and ``refusal`` says what of it.
     """
 
     key: str
     eager: Callable[..., Tensor]
     element: Callable[..., Tensor]
     source: str = ""
+    lowered: Lowered | None = None
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -240,6 +270,11 @@ class Inputs:
             score_mod=self.score_mod.key if self.score_mod else "",
             mask_mod=self.mask_mod.key if self.mask_mod else "",
             epilogue=self.epilogue.key if self.epilogue else "",
+            unlowered=tuple(
+                (role, mod.refusal)
+                for role, mod in (("score_mod", self.score_mod), ("mask_mod", self.mask_mod))
+                if mod is not None and mod.refusal
+            ),
             return_lse=self.return_lse,
             grads=grads,
             deterministic=self.deterministic and bool(grads),

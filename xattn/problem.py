@@ -50,7 +50,8 @@ class Problem:
     """One kind of attention call.
 
     dtypes are names as in ``xattn.inputs.DTYPES``; ``score_mod``, ``mask_mod`` and ``epilogue`` are ids of traced
-    functions ("" for none); ``grads`` names the arguments whose gradient is asked for; ``direct`` is False where q, k
+    functions ("" for none), ``unlowered`` names those that kernels cannot have, each with the operation and its line;
+    ``grads`` names the arguments whose gradient is asked for; ``direct`` is False where q, k
     or v do not lie in rows that start at multiples of 16 bytes, so that native kernels copy them; ``page_size`` is 0
     outside paged calls.
     """
@@ -75,6 +76,7 @@ class Problem:
     score_mod: str = ""
     mask_mod: str = ""
     epilogue: str = ""
+    unlowered: tuple[tuple[str, str], ...] = ()
     return_lse: bool = False
     grads: tuple[str, ...] = ()
     deterministic: bool = False

@@ -21,6 +21,7 @@ MESSAGES = {
     "page_table": "page_table: a page id within a sequence's length is negative or not below num_pages",
     "rotary": "rotary: a token stands further from position 0 than the cos and sin tables reach",
     "no_room": "k_new, v_new: the page table has no room for all new tokens; those without room were not written",
+    "captured": "score_mod or mask_mod: it indexes a captured tensor where that has no element; 0 was read there",
 }
 CODES = {name: 1 << n for n, name in enumerate(MESSAGES)}
 

@@ -6,7 +6,7 @@
 
 namespace xattn {
 
-constexpr int kParamsVersion = 4;
+constexpr int kParamsVersion = 5;
 
 // A tensor of (batch, row, head, head_dim); strides in elements. Packed tensors have no batch stride. A paged cache is
 // (page, slot, head, head_dim).
@@ -27,7 +27,7 @@ struct Divisor {
 XATTN_DEVICE u32 quotient(u32 n, const Divisor& d) { return u32((u64(n) * d.multiplier) >> d.shift); }
 
 // Bad values that only the device can see, by their place in the status words (xattn/status.py).
-enum class Status { cu_seqlens, max_seqlen, seqlens_k, page_table, rotary, no_room };
+enum class Status { cu_seqlens, max_seqlen, seqlens_k, page_table, rotary, no_room, captured };
 
 // Factors by sequence and key head; null: 1.
 struct Scale {
@@ -97,6 +97,14 @@ struct ForwardParams {
     s32 queue;  // number of the launch's counters; -1: none
     // Of caches of 8 bits.
     Scale q_scale, k_scale, v_scale;
+};
+
+// A call without functions of the user's. What stands in its place otherwise is made by xattn/user_functions.py:
+// Params has more fields then, and each function that is there gets it, the score (score_mod), the coordinates, and
+// where to note that it asked for an element that a captured tensor has not got.
+struct NoFunctions {
+    using Params = ForwardParams;
+    static constexpr bool kScoreMod = false, kMaskMod = false, kReads = false;
 };
 
 }  // namespace xattn

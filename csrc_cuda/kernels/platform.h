@@ -16,7 +16,9 @@
 
 namespace xattn {
 
+using s8 = signed char;
 using u8 = unsigned char;
+using s16 = short;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;

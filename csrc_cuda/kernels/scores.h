@@ -1,18 +1,19 @@
-// What happens to a score between the product and the softmax, by logical position: scale, softcap, ALiBi, attn_mask,
-// masks.
+// What happens to a score between the product and the softmax, by logical position: scale, softcap, score_mod, ALiBi,
+// attn_mask, masks, mask_mod.
 //
-// Without softcap, ALiBi or attn_mask the products stay as they are, and the scale, which must be positive then, enters
-// the softmax as one multiply-add. any_scale is for scales that are not.
+// Without softcap, score_mod, ALiBi or attn_mask the products stay as they are, and the scale, which must be positive
+// then, enters the softmax as one multiply-add. any_scale is for scales that are not.
 //
 // Where heads are packed, the rows of a tile are the queries of all heads that share a key head: row r is query
 // r / gqa_ratio of head r % gqa_ratio of those.
 //
-// Scores are in log2 units. With an added mask they are in natural units: the lowest float, which masks hold, has no
-// finite value in log2.
+// Scores are in log2 units. With a score_mod or an added mask they are in natural units: the lowest float, which masks
+// hold, has no finite value in log2.
 #pragma once
 
 #include "kernels/params.h"
 #include "kernels/sequence.h"
+#include "kernels/user_functions.h"
 
 namespace xattn {
 
@@ -32,7 +33,7 @@ struct WeightRange {
 };
 template <>
 struct WeightRange<e4m3> {
-    static constexpr float slack = 2.0f, lift = 6.0f;
+    static constexpr float slack = 0.0f, lift = 8.0f;
 };
 
 // What results are rounded to, and 16-bit masks hold, beside elements of q.
@@ -47,11 +48,14 @@ struct WideOf<e4m3> {
 
 template <class Arch, class Config, bool kPackHeads = false>
 struct Scores {
-    static constexpr bool kPlain =
-        !Config::any_scale && !Config::softcap && !Config::alibi && Config::attn_mask == Mask::none;
+    using Functions = typename Config::Functions;
+    static constexpr bool kPlain = !Config::any_scale && !Config::softcap && !Functions::kScoreMod && !Config::alibi &&
+                                   Config::attn_mask == Mask::none;
+    static constexpr bool kModifies = !kPlain || Functions::kMaskMod;
     static constexpr bool kAdded = Config::attn_mask == Mask::added16 || Config::attn_mask == Mask::added32;
-    static constexpr float kUnit = kAdded ? 1.0f : kLog2e;    // a natural logarithm in these units
-    static constexpr float kToLog2 = kAdded ? kLog2e : 1.0f;  // these units in log2
+    static constexpr bool kNatural = kAdded || Functions::kScoreMod;
+    static constexpr float kUnit = kNatural ? 1.0f : kLog2e;    // a natural logarithm in these units
+    static constexpr float kToLog2 = kNatural ? kLog2e : 1.0f;  // these units in log2
     static constexpr float kSlack = WeightRange<typename Config::Element>::slack / kToLog2,
                            kLift = WeightRange<typename Config::Element>::lift / kToLog2;
     static constexpr int kKeyGroups = Config::tile_n / 16;
@@ -62,6 +66,7 @@ struct Scores {
     const float* slopes;  // of the head, or of the first of the heads that are packed
     float slope;          // of the head
     const u8* mask_row;   // attn_mask at (sequence, head, 0, 0); a tree at the sequence's first query
+    s32 sequence, head;   // for the user's functions; head: the first of the heads that are packed
     s32 row0;             // the warp's first row
     int lane;
     // Of products, beside the scale: of all, and of the lane's rows. Where scores are not plain.
@@ -69,9 +74,17 @@ struct Scores {
     float row_factor[Arch::kRowsPerLane];
 
     // `first_query`: the sequence's first in q, for trees.
-    XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence, s32 head, s32 first_row, int lane_,
-                        s64 first_query = 0)
-        : p(params), visible(v), slopes(nullptr), slope(0.0f), mask_row(nullptr), row0(first_row), lane(lane_) {
+    XATTN_DEVICE Scores(const ForwardParams& params, const Visible& v, s32 sequence_, s32 head_, s32 first_row,
+                        int lane_, s64 first_query = 0)
+        : p(params),
+          visible(v),
+          slopes(nullptr),
+          slope(0.0f),
+          mask_row(nullptr),
+          sequence(sequence_),
+          head(head_),
+          row0(first_row),
+          lane(lane_) {
         XATTN_UNROLL
         for (int r = 0; r < Arch::kRowsPerLane; ++r) row_factor[r] = 1.0f;
         if (Config::alibi) {
@@ -86,17 +99,24 @@ struct Scores {
         }
     }
 
-    // Products to scores, where they are not plain.
+    // Products to scores, where they are not plain; those that a mask_mod hides become -infinity.
     XATTN_DEVICE void modify(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
-        if (kPlain) return;
+        if (!kModifies) return;
+        u64 missing = 0;  // bit n * kElements + e: the user asked for what a captured tensor has not got
         const float scale = this->scale(), cap = p.softcap * (kUnit * kLn2);
         XATTN_UNROLL
         for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
         for (int e = 0; e < Arch::kElements; ++e) {
             const s32 place = row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)), row = query(p, place),
                       key = key0 + n * 16 + Arch::col_of(lane, e);
-            float x = s[n].x[e] * row_factor[Arch::row_slot(e)] * scale;
+            float x = kPlain ? s[n].x[e] : s[n].x[e] * row_factor[Arch::row_slot(e)] * scale;
             if (Config::softcap) x = cap * Arch::tanh(x);
+            if constexpr (Functions::kScoreMod) {
+                const Element at = element(place, row, key);
+                bool found = true;
+                x = Functions::template score_mod<Arch>(captured(), x, sequence, at.head, at.q_idx, at.kv_idx, found);
+                if (Functions::kReads) missing |= u64(found ? 0 : 1) << (n * Arch::kElements + e);
+            }
             if (Config::alibi) {
                 const s32 distance = row + visible.shift - key;
                 const float by = kPackHeads ? slopes[place - row * s32(p.gqa_ratio.value)] * kUnit : slope;
@@ -104,8 +124,16 @@ struct Scores {
             }
             if (Config::attn_mask != Mask::none && row < row_end() && key < visible.seqlen_k)
                 x = attn_mask(x, row, key);
+            if constexpr (Functions::kMaskMod) {
+                const Element at = element(place, row, key);
+                bool found = true;
+                if (!Functions::template mask_mod<Arch>(captured(), sequence, at.head, at.q_idx, at.kv_idx, found))
+                    x = -Arch::infinity();
+                if (Functions::kReads) missing |= u64(found ? 0 : 1) << (n * Arch::kElements + e);
+            }
             s[n].x[e] = x;
         }
+        if (Functions::kReads && XATTN_RARELY(missing != 0)) report(missing, group, key0);
     }
 
     // The query at a row of the tile.
@@ -157,7 +185,7 @@ struct Scores {
     // Of a row, from its reference and the sum of its weights.
     XATTN_DEVICE static float lse(float base, float sum) {
         if (sum == 0.0f) return -Arch::infinity();
-        return kAdded ? Arch::fma(Arch::log2(sum), kLn2, base) : (base + Arch::log2(sum)) * kLn2;
+        return kNatural ? Arch::fma(Arch::log2(sum), kLn2, base) : (base + Arch::log2(sum)) * kLn2;
     }
 
     // One more key with that logit and value 0: changes the base, the sum and the output's factor. One of infinity
@@ -194,6 +222,33 @@ struct Scores {
                                                                            : 1;
 
     XATTN_DEVICE s32 row_end() const { return visible.seqlen_k - visible.shift; }  // seqlen_q
+
+    // ---- the user's functions
+    static_assert(!Functions::kReads || kKeyGroups * Arch::kElements <= 64, "a bit for each");
+    // What is missing counts where its row sees its key.
+    XATTN_DEVICE void report(u64 missing, int group, s32 key0) const {
+        for (int i = 0; missing != 0; ++i, missing >>= 1) {
+            const int n = i / Arch::kElements, e = i % Arch::kElements;
+            const s32 row = query(p, row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)));
+            const s32 key = key0 + n * 16 + Arch::col_of(lane, e);
+            const bool seen = row < row_end() && key >= visible.first(row) && key <= visible.last(row);
+            if (missing & 1 && seen && p.status) p.status[int(Status::captured)] = 1;
+        }
+    }
+    // What they are asked for; rows and keys of a tile that do not exist are taken for the last that do, so that none
+    // but those asks for an element.
+    struct Element {
+        s32 head, q_idx, kv_idx;
+    };
+    XATTN_DEVICE Element element(s32 place, s32 row, s32 key) const {
+        const s32 query = Functions::kReads ? min_of(row, row_end() - 1) : row;
+        return {kPackHeads ? head + place - row * s32(p.gqa_ratio.value) : head,
+                Config::paged ? query + visible.shift : query,
+                Functions::kReads ? min_of(key, visible.seqlen_k - 1) : key};
+    }
+    XATTN_DEVICE const typename Functions::Params& captured() const {
+        return static_cast<const typename Functions::Params&>(p);
+    }
 
     XATTN_DEVICE float attn_mask(float x, s32 row, s32 key) const {
         if (Config::attn_mask == Mask::tree) {

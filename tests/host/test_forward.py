@@ -146,7 +146,7 @@ def test_rows_behind_the_last_offset_are_empty_rows(kernel, layer, index):
     cu = torch.tensor([0, 5, 9], dtype=index)
     q, k, v = (randn(n, 2, 64, dtype=torch.bfloat16, seed=n) for n in (200, 9, 9))
     q[9:] = math.nan
-    status = torch.zeros(6, dtype=torch.int32)
+    status = torch.zeros(len(MESSAGES), dtype=torch.int32)
     out, lse = kernel(layer)(q, k, v, cu_seqlens=(cu, cu), status=status)
     assert (out[9:] == 0).all() and (lse[:, 9:] == -math.inf).all()
     assert torch.isfinite(out[:9]).all() and torch.isfinite(lse[:, :9]).all()
@@ -173,7 +173,7 @@ BAD = [
 def test_bad_values_on_the_device_are_reported_and_read_nothing_outside(kernel, layer, code, change, index):
     values = GOOD | change
     cu = tuple(torch.tensor(values[n], dtype=index) for n in "qk")
-    status = torch.zeros(6, dtype=torch.int32)
+    status = torch.zeros(len(MESSAGES), dtype=torch.int32)
     # Memory around the tensors is NaN: what is read outside shows.
     q, k, v = (torch.full((n + 200, 2, 64), math.nan, dtype=torch.bfloat16)[100 : 100 + n] for n in (75, 64, 64))
     for n, t in enumerate((q, k, v)):

@@ -110,6 +110,13 @@ REFUSALS = {
         H200,
         Refusal("feature", "sinks", "given", ("causal", "window")),
     ),
+    "operation": (
+        replace(EVERYTHING, lowers=True),
+        Problem(mask_mod="mask_mod:1", unlowered=(("mask_mod", "erfinv (model.py:7)"),)),
+        SIZE,
+        H200,
+        Refusal("operation", "mask_mod", "erfinv (model.py:7)", ("see help(xattn.attention)",)),
+    ),
     "grad": (
         replace(EVERYTHING, grads=frozenset({"v", "q"})),
         Problem(grads=("q", "k")),

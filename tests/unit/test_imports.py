@@ -37,7 +37,7 @@ ROWS = (
         "transfers",
     },
     {"device", "inputs", "status", "images"},
-    {"capability", "rotary", "segments", "validate", "jit", "kernel_call", "fusion"},
+    {"capability", "rotary", "segments", "validate", "jit", "kernel_call", "fusion", "user_functions"},
     {"ranks", "keywords"},
     {"launch_bindings", "launch_library"},
     {"launch"},

@@ -6,8 +6,9 @@ import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,10 +87,10 @@ TILES = (
 )  # fmt: skip
 # Of 8-bit elements, whose products are half as long: more keys to a block.
 NARROW_TILES = (
-    Tile(64, 192, 2, 2, True, 1, plain=True),
+    Tile(64, 160, 3, 2, False, 2, plain=True),
     Tile(64, 128, 2, 3, True, 1),
     Tile(96, 128, 2, 2, True, 1),
-    Tile(128, 192, 2, 2, False, 1, plain=True),
+    Tile(128, 160, 2, 2, True, 1, plain=True),
     Tile(128, 128, 2, 2, True, 1),
     Tile(192, 128, 2, 2, False, 1),
     Tile(256, 96, 2, 2, False, 1),
@@ -99,19 +100,22 @@ _WORK_BYTES = 64 + 16
 _SIZE_NAMES = ("head_dim", "head_dim_v", *_TILE_NAMES)
 
 
-class Params(ctypes.Structure):
-    """Sm90Params of csrc_cuda/arch/sm90/forward.h, which is a multiple of 64 bytes."""
+class Maps(ctypes.Structure):
+    """What Sm90Params begins with."""
 
-    _fields_ = (
-        ("q", ctypes.c_uint64 * 16),
-        ("k", ctypes.c_uint64 * 16),
-        ("v", ctypes.c_uint64 * 16),
-        ("p", ForwardParams),
-        ("tiles", ctypes.c_int32),
-        ("queue", ctypes.c_int32),
-        ("piece", ctypes.c_int32),
-        ("padding", ctypes.c_byte * (-(ctypes.sizeof(ForwardParams) + 12) % 64)),
-    )
+    _fields_ = (("q", ctypes.c_uint64 * 16), ("k", ctypes.c_uint64 * 16), ("v", ctypes.c_uint64 * 16))
+
+
+@lru_cache(maxsize=256)
+def params_with(forward: type[ForwardParams]) -> Any:
+    """Sm90Params<forward> of csrc_cuda/arch/sm90/forward.h, which is a multiple of 64 bytes."""
+    size = ctypes.sizeof(forward)
+    fields = [("p", forward), *((name, ctypes.c_int32) for name in ("tiles", "queue", "piece"))]
+    fields.append(("padding", ctypes.c_byte * (-(size + 12) % 64)))
+    return type("Params", (Maps,), {"_fields_": fields})
+
+
+Params = params_with(ForwardParams)  # without user functions
 
 
 def rows(head_dim: int, head_dim_v: int, narrow: bool = False) -> list[Tile]:
@@ -122,7 +126,8 @@ def rows(head_dim: int, head_dim_v: int, narrow: bool = False) -> list[Tile]:
 
 def tile(problem: Problem, size: SizeBucket) -> Tile:
     """The configuration for a call."""
-    plain = not (problem.softcap or problem.alibi_slopes or problem.attn_mask)
+    p = problem
+    plain = not (p.softcap or p.score_mod or p.alibi_slopes or p.attn_mask or p.mask_mod)
     whole = plain and not problem.window and problem.kind == "attention"  # what the rows were measured on
     length = min(size.seqlen_q, size.seqlen_k)
 
@@ -157,16 +162,17 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     forward = forward_call.describe(x, tile_m, _section(x), _direct)
     fields = _fields(forward_call.element(x), sizes, paged, forward_call.switches(x, forward.mask))
     image, another = forward_call.choose(_ENTRY, fields, _ARCH)
-    base = Params.p.offset
+    made = params_with(type(forward.params))
+    base = made.p.offset
     piece = math.gcd(tile_n, x.page_size) if paged else tile_n
-    params = Params(p=forward.params, tiles=forward.tiles, queue=-1, piece=piece)
+    params = made(p=forward.params, tiles=forward.tiles, queue=-1, piece=piece)
     q, k, v = (forward.tensors[n] for n in "qkv")
     if x.kv_layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     sms = device_of(x.q.device).sm_count
     # Without keys nothing is loaded: Q stands for what has no address.
     numbered = [(n, t) if t.numel() else (0, q) for n, t in enumerate((q, k, v))]
-    boxes = ((Params.q, tile_m), (Params.k, piece), (Params.v, piece))
+    boxes = ((Maps.q, tile_m), (Maps.k, piece), (Maps.v, piece))
     call = Call(
         image=image,
         symbol="xattn_forward",
@@ -182,7 +188,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
         aligned=3,
         maps=tuple(_map(field.offset, n, t, rows) for (field, rows), (n, t) in zip(boxes, numbered, strict=True)),
         other_image=another,
-        queue=Params.queue.offset if forward.tiles > sms else None,
+        queue=made.queue.offset if forward.tiles > sms else None,
     )
     return call, forward.tensors
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..concurrency import ForkSafeLock, transforms_enabled
 from ..errors import UnsupportedError
 from ..inputs import Mod
-from . import captured, graphs
+from . import captured, graphs, native
 from .elements import Elements
 
 # name: (has a value argument, names of the four coordinates)
@@ -201,10 +201,22 @@ def _trace(
                 loose = graphs.lift(graph)
                 fakes += [fake.from_tensor(t, static_shapes=True) for t in loose]
                 graph = graphs.without_writes(graph, elements, fakes)
-            graphs.check(graph, elements)
-            key = f"{role}:{hashlib.sha256(graph.code.encode()).hexdigest()[:16]}"
-            mod = Mod(key, _mapped(graph, has_value, name), graph, graph.code)
-            if key not in _kept:
+                graphs.check(graph, elements)
+                literals = native.literals(fn, graph)
+                forms = [(t.dtype, t.dim()) for t in fakes]
+                code = f"{graph.code}{forms}{sorted(literals)}"
+                key = f"{role}:{hashlib.sha256(code.encode()).hexdigest()[:16]}"
+                known = _kept.get(key)
+                if known is not None:
+                    lowered, refusal = known.lowered, known.refusal
+                elif coordinates[-1] == "kv_idx":
+                    lowered, refusal = native.lowered(
+                        role, fn, graph, literals, fakes, lambda *given: call(*given[: len(example)])
+                    )
+                else:
+                    lowered, refusal = None, ""
+            mod = Mod(key, _mapped(graph, has_value, name), graph, graph.code, lowered, refusal)
+            if known is None:
                 _try(mod, [*example, *loose], len(value), name)
     except UnsupportedError as error:
         if str(error).startswith(name):

@@ -5,7 +5,7 @@
 #include "config.h"
 
 extern "C" __global__ void __launch_bounds__(xattn::Config::num_warps * 32, xattn::Config::min_blocks)
-    xattn_forward(const __grid_constant__ xattn::ForwardParams params) {
+    xattn_forward(const __grid_constant__ xattn::Config::Functions::Params params) {
     extern __shared__ __align__(128) unsigned char shared[];
     using Kernel = xattn::AttentionForward<xattn::Sm80<xattn::IsaSm80>, xattn::Config>;
     Kernel::run(params, static_cast<xattn::u32>(__cvta_generic_to_shared(shared)));

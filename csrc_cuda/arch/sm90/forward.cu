@@ -5,7 +5,7 @@
 using Kernel = xattn::Sm90Forward<xattn::Config>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    xattn_forward(const __grid_constant__ xattn::Sm90Params params) {
+    xattn_forward(const __grid_constant__ Kernel::Params params) {
     extern __shared__ __align__(1024) unsigned char shared[];
     Kernel::run(params, static_cast<xattn::u32>(__cvta_generic_to_shared(shared)));
 }

@@ -32,9 +32,11 @@
 
 namespace xattn {
 
+// Forward: ForwardParams, and what the user's functions hold.
+template <class Forward>
 struct Sm90Params {
     TensorMap q, k, v;  // (head_dim, row, head, sequence), or (head_dim, slot, head, page); boxes of 128 bytes
-    ForwardParams p;
+    Forward p;
     s32 tiles;
     s32 queue;  // number of the launch's work queue; -1: none
     s32 piece;  // rows of a box of k and v; of a paged cache they are in one page, otherwise a block
@@ -43,6 +45,7 @@ struct Sm90Params {
 template <class Config>
 struct Sm90Forward {
     using Arch = Sm80<IsaSm80>;  // lane maps and scalar arithmetic
+    using Params = Sm90Params<typename Config::Functions::Params>;
     using Element = typename Config::Element;
     using OutputElement = typename WideOf<Element>::Type;
     using S = Scores<Arch, Config>;
@@ -114,7 +117,7 @@ struct Sm90Forward {
         static constexpr u32 kFirst = 2 * kWorks + 2 * kQueries, kLanded = kFirst + 4 * kStages;
     };
 
-    XATTN_DEVICE static void run(const Sm90Params& params, u32 shared) {
+    XATTN_DEVICE static void run(const Params& params, u32 shared) {
         const Buffers buffers{shared};
         const int thread = Arch::thread_index();
         const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
@@ -154,7 +157,7 @@ struct Sm90Forward {
 
     // ---------------------------------------------------------------- the loader: one lane, or of a paged cache 64
     struct Loader {
-        const Sm90Params& params;
+        const Params& params;
         const Buffers buffers;
         const int lane;
         Ring<kWorks> works;
@@ -175,7 +178,7 @@ struct Sm90Forward {
             s32 page, slot;
         };
 
-        XATTN_DEVICE Loader(const Sm90Params& ps, const Buffers& b, int lane_) : params(ps), buffers(b), lane(lane_) {}
+        XATTN_DEVICE Loader(const Params& ps, const Buffers& b, int lane_) : params(ps), buffers(b), lane(lane_) {}
 
         // Of tensors: one lane loads all.
         XATTN_DEVICE void run() {
@@ -382,7 +385,7 @@ struct Sm90Forward {
                 }
                 w = following;
                 n = m;
-                if (S::kPlain) n = whole_blocks(w, n, factor);
+                if (!S::kModifies) n = whole_blocks(w, n, factor);
             }
             buffers.v_full(v().stage()).wait(v().parity());
             clear_tail(w, n);
@@ -584,7 +587,12 @@ struct Sm90Forward {
         }
 
         XATTN_DEVICE bool softmax(const Span& span, s32 n, bool masked, const Limits& seen, float (&factor)[2]) {
-            if (!S::kPlain) {
+            if (kNarrow && S::kPlain && XATTN_RARELY(tile_scale < 0.0f)) {
+                XATTN_UNROLL
+                for (int g = 0; g < kKeyGroups; ++g) XATTN_UNROLL
+                for (int e = 0; e < 8; ++e) acc_s[g].x[e] = -acc_s[g].x[e];
+            }
+            if (S::kModifies) {
                 const u32 at = buffers.work(span.slot);
                 const Work::Rows rows = Work::Rows::at(at);
                 const s32 start = Work::Start::at(at).row_q - rows.row0;
@@ -592,10 +600,6 @@ struct Sm90Forward {
                          p.cu_seqlens_q ? start : s64(rows.sequence) * p.seqlen_q);
                 if (kNarrow) scores.factor = tile_scale;
                 scores.modify(acc_s, 0, n * kTileN);
-            } else if (kNarrow && XATTN_RARELY(tile_scale < 0.0f)) {
-                XATTN_UNROLL
-                for (int g = 0; g < kKeyGroups; ++g) XATTN_UNROLL
-                for (int e = 0; e < 8; ++e) acc_s[g].x[e] = -acc_s[g].x[e];
             }
             if (XATTN_RARELY(masked)) S::mask(p, acc_s, seen);
             // Two chains for each row, of the left and the right half of every 16 columns: one would wait for itself.

@@ -7,7 +7,7 @@
 #include "config.h"
 
 extern "C" __global__ void __launch_bounds__(xattn::Config::num_warps * 64)
-    xattn_forward(const xattn::ForwardParams params) {
+    xattn_forward(const xattn::Config::Functions::Params params) {
     extern __shared__ unsigned char shared[];
     using Kernel = xattn::AttentionForward<xattn::Cdna<xattn::IsaCdna>, xattn::Config>;
     Kernel::run(params, (xattn::u32)(__attribute__((address_space(3))) unsigned char*)shared);
