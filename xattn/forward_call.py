@@ -25,7 +25,7 @@ TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
 _PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi", "seqlens_k": "seqused_k"}
 # Values that only the device can see, by their bits in index64.
 _INDEX_BITS = {"cu_seqlens_q": 0, "cu_seqlens_k": 1, "seqused_k": 2, "seqlens_k": 2, "page_table": 3}
-_ELEMENTS = ("bf16", "fp16")
+ELEMENTS = ("bf16", "fp16")
 _MASKS = ("none", "boolean", "added16", "added32")
 _PAGED_MASKS = ("none", "tree")
 
@@ -50,6 +50,7 @@ CAPABILITY = Capability(
             "gqa",
         }
     ),
+    grads=frozenset({"q", "k", "v", "sinks"}),  # of backward_call.py
 )
 
 # What the shared body and its decode kernel answer. A cache is not copied to be read: it is as large as the memory.
@@ -69,7 +70,7 @@ _MOST_STRIDE = 2**31 - 1  # from one row to the next, in elements (kernels/tile_
 Fields = tuple[tuple[str, ConfigValue], ...]  # of a kernel's Config struct; their order is part of an image's address
 
 
-Tiles = tuple[tuple[int, int, int, int, int], ...]  # rows (largest head dimension, four numbers that have names)
+Tiles = tuple[tuple[int, ...], ...]  # rows (largest head dimension, numbers that have names)
 
 
 def chosen_tile(tiles: Tiles, names: tuple[str, ...], head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
@@ -166,7 +167,12 @@ class Forward:
 
     def slots(self, base: int = 0) -> tuple[int, ...]:
         """Where the tensors' addresses go, for a block that holds ForwardParams at offset ``base``."""
-        return tuple(base + slot(ForwardParams, _PARAMS.get(name, name)) for name in self.tensors)
+        return tuple(base + slot_of(name) for name in self.tensors)
+
+
+def slot_of(name: str) -> int:
+    """Where the address of a tensor of a call goes in ForwardParams."""
+    return slot(ForwardParams, _PARAMS.get(name, name))
 
 
 def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tensor], Tensor]) -> Forward:
@@ -248,7 +254,7 @@ def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none
 
 def variants(paged: bool = False) -> Iterator[tuple[str, Fields]]:
     """(element, switches) of every image of a tile."""
-    for element in _ELEMENTS:
+    for element in ELEMENTS:
         yield element, _switches(any_scale=True)
         for softcap, alibi, mask in product((False, True), (False, True), _PAGED_MASKS if paged else _MASKS):
             yield element, _switches(softcap, alibi, mask)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .. import append_call, decode_call, forward_call
+from .. import append_call, backward_call, decode_call, forward_call
 from ..forward_call import ForwardBody
 from ..images import ImageSpec
 from .base import Backend
@@ -25,6 +25,7 @@ BODY = ForwardBody(
 )
 
 DECODE = decode_call.NVIDIA
+BACKWARD = backward_call.NVIDIA
 APPEND = append_call.NVIDIA
 
 
@@ -35,6 +36,7 @@ def _images(arch: str) -> Iterator[ImageSpec]:
         yield from BODY.images(arch)
         yield from DECODE.images(arch)
         yield from APPEND.images(arch)
+        yield from BACKWARD.images(arch)
 
 
 BACKEND = Backend(
@@ -42,9 +44,10 @@ BACKEND = Backend(
     native=True,
     capabilities=lambda: (CAPABILITY,),
     prepare=lambda inputs, config: decode_call.prepare(BODY, DECODE, inputs, config),
-    config=lambda problem, size, device: decode_call.config(BODY, DECODE, problem, size),
+    config=lambda problem, size, device: (*decode_call.config(BODY, DECODE, problem, size), *BACKWARD.plan(problem)),
+    backward=BACKWARD.backward,
     missing=BODY.missing,
-    too_large=BODY.too_large,
+    too_large=lambda problem, size: BODY.too_large(problem, size) or BACKWARD.too_large(problem, size),
     images=_images,
     append=APPEND,
 )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import append_call, decode_call, forward_call, jit, launch
+from .. import append_call, backward_call, decode_call, forward_call, jit, launch
 from ..capability import Refusal
 from ..device import Device
 from ..device import of as device_of
@@ -29,6 +29,8 @@ CAPABILITY = replace(
 )
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
+# No kernel of Hopper's own yet: sm80's, compiled for it.
+BACKWARD = replace(backward_call.NVIDIA, arch=_ARCH)
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
 
 
@@ -205,6 +207,7 @@ def _direct(t: Tensor) -> Tensor:
 def _images(arch: str) -> Iterator[ImageSpec]:
     if arch != _ARCH:
         return
+    yield from BACKWARD.images(arch)
     for d, dv in product(_DIMS, _DIMS):
         for row in rows(d, dv):
             for paged in (False, True):
@@ -217,7 +220,8 @@ def _images(arch: str) -> Iterator[ImageSpec]:
 
 def _too_large(problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
     tile_m = 64 * tile(problem, size).num_warpgroups
-    return forward_call.too_large(problem, size, tile_m, forward_call.MOST_TILES, -(-size.rows // tile_m))
+    own = forward_call.too_large(problem, size, tile_m, forward_call.MOST_TILES, -(-size.rows // tile_m))
+    return own or BACKWARD.too_large(problem, size)
 
 
 def _missing(device: Device) -> str:
@@ -230,7 +234,8 @@ def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
         return forward_call.plan_config((("kernel", "decode"), *decode_call.NVIDIA.tile(*dims)), problem)
     row = tile(problem, size)
     config = forward_call.plan_config(row.sizes(*dims), problem)
-    return (*config, ("measured", row.reason)) if row.reason else config
+    measured = (("measured", row.reason),) if row.reason else ()
+    return (*config, *measured, *BACKWARD.plan(problem))
 
 
 BACKEND = Backend(
@@ -239,6 +244,7 @@ BACKEND = Backend(
     capabilities=lambda: (CAPABILITY,),
     prepare=_prepare,
     config=_config,
+    backward=BACKWARD.backward,
     missing=_missing,
     too_large=_too_large,
     images=_images,
