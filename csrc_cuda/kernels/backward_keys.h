@@ -120,7 +120,7 @@ struct BackwardKeys {
                         numbers = Numbers::of(b, seq, t.sequence, walk, thread);
                         if (kStages == 2) copy(copy_q, copy_o, walk, shared, stage ^ 1);
                     }
-                    multiply(b, seq, visible, t.sequence, now, key0, shared, stage, warp_row, lane, of_k, of_v);
+                    multiply(b, seq, visible, t.sequence, now, key0, shared, stage, warp_row, Arch::fresh(lane), of_k, of_v);
                     if (kStages == 1 && step + 1 < steps) {
                         Arch::barrier();  // all are done with this tile
                         copy(copy_q, copy_o, walk, shared, 0);
