@@ -79,8 +79,8 @@ struct BackwardKeys {
             const int thread = Arch::thread_index(), warp = thread / Arch::kWarpSize, lane = thread % Arch::kWarpSize;
             if (t.sequence == p.batch) return clear_rest(b, t, thread);
             const Sequence seq = Sequence::of(p, t.sequence);
-            const s32 key0 = t.m_block * kTileN, keys = Sequence::whole(p, t.sequence).seqlen_k - key0;
-            if (keys <= 0) return;
+            const s32 key0 = t.m_block * kTileN;
+            if (key0 >= Sequence::whole(p, t.sequence).seqlen_k) return;
             const Visible visible = Visible::of(p, seq);
             const s32 ratio = s32(p.gqa_ratio.value), warp_row = warp * 16 * kRowGroups;
             const u16* k = first_row(p.k, p.cu_seqlens_k, t.sequence, seq.start_k, t.head);
@@ -128,7 +128,17 @@ struct BackwardKeys {
                 }
                 Arch::warp_barrier();
             }
-            // Each warp stages its results where its own keys were.
+            store(b, shared, u32(Arch::fresh(s32(index))), warp_row, lane, of_k, of_v);
+        }
+
+      private:
+        // Each warp stages its results where its own keys were. The place is found anew: the loop needs the registers.
+        XATTN_DEVICE static void store(const BackwardParams& b, Shared shared, u32 index, int warp_row, int lane,
+                                       OfK& of_k, OfV& of_v) {
+            const ForwardParams& p = b.p;
+            const Tile t = tile_at(b.keys, index);
+            const Sequence seq = Sequence::whole(p, t.sequence);
+            const s32 key0 = t.m_block * kTileN, keys = seq.seqlen_k - key0;
             if (kOfK) {
                 u16* dk = first_row_of(b.dk, p.cu_seqlens_k, t.sequence, seq.start_k, t.head) + key0 * b.dk.row_stride;
                 store_gradient<Arch, Element, LayoutK, kRowGroups, kDim>(of_k, b.scale, shared + kK, warp_row, lane, dk,
@@ -141,7 +151,6 @@ struct BackwardKeys {
             }
         }
 
-      private:
         // lse and delta of one query of the next tile, on their way through a register.
         struct Numbers {
             float lse, delta;
