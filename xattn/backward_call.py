@@ -69,7 +69,7 @@ class BackwardBody:
             for element, switches in forward_call.variants():
                 chosen = _switches(switches)
                 if chosen is not None:
-                    fields = (("element", element), *self.tile(kernel, *dims), *chosen)
+                    fields: Fields = (("element", element), *self.tile(kernel, *dims), *chosen)
                     yield ImageSpec(self.entry(kernel), fields, arch)
 
     def plan(self, problem: Problem) -> tuple[tuple[str, object], ...]:
@@ -99,7 +99,8 @@ class BackwardBody:
         """As ``Backend.too_large``, of the backward alone."""
         if not problem.grads:
             return ()
-        dims, found = (problem.head_dim, problem.head_dim_v), []
+        dims = problem.head_dim, problem.head_dim_v
+        found: list[Refusal] = []
         for kernel, length in (("keys", size.seqlen_k), ("queries", size.seqlen_q)):
             c = dict(self.tile(kernel, *dims))
             rows = c["tile_n"] // c["parts"] if kernel == "keys" else min(c["tile_m"], dict(_ROWS_TILE)["tile_m"])
@@ -180,7 +181,7 @@ def _launched(ready: _Ready, x: Inputs, tensors: dict[str, Tensor], names: list[
         (found["q"],) = ready.queries([*inputs, delta])
     if "sinks" in names:
         found["sinks"] = _of_sinks(x, tensors["lse"], delta)
-    return [found[n] if n in found else torch.zeros_like(getattr(x, n), memory_format=torch.contiguous_format) for n in names]
+    return [found[n] if n in found else torch.zeros_like(getattr(x, n)).contiguous() for n in names]
 
 
 def _of_sinks(x: Inputs, lse: Tensor, delta: Tensor) -> Tensor:
@@ -200,7 +201,9 @@ def _prepared(
     described = forward_call.describe(replace(x, return_lse=True), 64, body.section_bytes // per_head, direct)
     tensors = dict(given) | described.tensors
     tensors |= {n: direct(given[n]) for n in ("dout", "out")}
-    tensors |= {n: t if t.is_contiguous() else t.contiguous() for n in ("lse", "dlse") if (t := given.get(n)) is not None}
+    tensors |= {
+        n: given[n] if given[n].is_contiguous() else given[n].contiguous() for n in ("lse", "dlse") if n in given
+    }
     give: tuple[str, ...] = tuple(n for n in ("k", "v") if n in names)
     if give and dict(body.tile("keys", x.head_dim, x.head_dim_v))["parts"] == 1:
         give = ("k", "v")

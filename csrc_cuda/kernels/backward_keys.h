@@ -1,5 +1,5 @@
-// Backward, gradients of k and v: a thread block has kTileN keys of one head of k and v, a warp 16 * kRowGroups of them,
-// and walks the queries that see them, of every head that shares them:
+// Backward, gradients of k and v: a thread block has kTileN keys of one head of k and v, a warp 16 * kRowGroups of
+// them, and walks the queries that see them, of every head that shares them:
 //
 //   S^T = K Q^T;  P^T = exp(S^T - lse);  dV += P^T dO;  dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dK += dS^T Q.
 //
@@ -120,7 +120,8 @@ struct BackwardKeys {
                         numbers = Numbers::of(b, seq, t.sequence, walk, thread);
                         if (kStages == 2) copy(copy_q, copy_o, walk, shared, stage ^ 1);
                     }
-                    multiply(b, seq, visible, t.sequence, now, key0, shared, stage, warp_row, Arch::fresh(lane), of_k, of_v);
+                    multiply(b, seq, visible, t.sequence, now, key0, shared, stage, warp_row, Arch::fresh(lane), of_k,
+                             of_v);
                     if (kStages == 1 && step + 1 < steps) {
                         Arch::barrier();  // all are done with this tile
                         copy(copy_q, copy_o, walk, shared, 0);
@@ -140,12 +141,12 @@ struct BackwardKeys {
             const Sequence seq = Sequence::whole(p, t.sequence);
             const s32 key0 = t.m_block * kTileN, keys = seq.seqlen_k - key0;
             if (kOfK) {
-                u16* dk = first_row_of(b.dk, p.cu_seqlens_k, t.sequence, seq.start_k, t.head) + key0 * b.dk.row_stride;
+                u16* dk = target_row(b.dk, p.cu_seqlens_k, t.sequence, seq.start_k, t.head) + key0 * b.dk.row_stride;
                 store_gradient<Arch, Element, LayoutK, kRowGroups, kDim>(of_k, b.scale, shared + kK, warp_row, lane, dk,
                                                                          b.dk, keys, p.head_dim);
             }
             if (kOfV) {
-                u16* dv = first_row_of(b.dv, p.cu_seqlens_k, t.sequence, seq.start_k, t.head) + key0 * b.dv.row_stride;
+                u16* dv = target_row(b.dv, p.cu_seqlens_k, t.sequence, seq.start_k, t.head) + key0 * b.dv.row_stride;
                 store_gradient<Arch, Element, LayoutV, kRowGroups, kDimV>(of_v, 1.0f, shared + kV, warp_row, lane, dv,
                                                                           b.dv, keys, p.head_dim_v);
             }
@@ -270,8 +271,7 @@ struct BackwardKeys {
                 for (int e = 0; e < Arch::kElements; ++e) {
                     const s32 key = first_key + g * 16 + Arch::row_of(lane, Arch::row_slot(e));
                     const s32 row = row0 + m + n * 16 + Arch::col_of(lane, e);
-                    w[g][n].x[e] =
-                        gradient.weight(w[g][n].x[e], row, key, lse[Arch::col_slot(e)], factor[g][n][e]);
+                    w[g][n].x[e] = gradient.weight(w[g][n].x[e], row, key, lse[Arch::col_slot(e)], factor[g][n][e]);
                 }
             }
             if (!whole) hide(visible, w, row0 + m, first_key, lane);
@@ -321,8 +321,8 @@ struct BackwardKeys {
         const s64 end = index_at(p.cu_seqlens_k, p.index64 & 2, p.batch);
         const s64 start = min_of(max_of<s64>(end, 0), p.total_k);
         const s32 first = t.m_block, step = b.keys.m_blocks;
-        u16* dk = first_row_of(b.dk, p.cu_seqlens_k, 0, start, t.head);
-        u16* dv = first_row_of(b.dv, p.cu_seqlens_k, 0, start, t.head);
+        u16* dk = target_row(b.dk, p.cu_seqlens_k, 0, start, t.head);
+        u16* dv = target_row(b.dv, p.cu_seqlens_k, 0, start, t.head);
         if (b.dk.data) clear_rows<kThreads>(dk, b.dk, p.total_k - start, p.head_dim, first, step, thread);
         if (b.dv.data) clear_rows<kThreads>(dv, b.dv, p.total_k - start, p.head_dim_v, first, step, thread);
     }

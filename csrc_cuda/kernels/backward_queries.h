@@ -49,7 +49,7 @@ struct BackwardQueries {
         const int thread = Arch::thread_index(), warp = thread / Arch::kWarpSize, lane = thread % Arch::kWarpSize;
         if (t.sequence == p.batch) {
             const Sequence rest = Sequence::rest(p);
-            u16* dq = first_row_of(b.dq, p.cu_seqlens_q, 0, rest.start_q, t.head);
+            u16* dq = target_row(b.dq, p.cu_seqlens_q, 0, rest.start_q, t.head);
             return clear_rows<kThreads>(dq, b.dq, rest.seqlen_q, p.head_dim, t.m_block, p.m_blocks, thread);
         }
         const Sequence seq = Sequence::of(p, t.sequence);
@@ -89,7 +89,8 @@ struct BackwardQueries {
                 Arch::template copy_wait<0>();
                 Arch::barrier();  // this tile is there for all, and all are done with the one before
                 if (kStages == 2 && n > n_first) copy_next(copy_k, copy_v, shared, stage ^ 1);
-                multiply(gradient, visible, lse, delta, n * kTileN, shared, stage, row0, warp_row, last_row, lane, of_q);
+                multiply(gradient, visible, lse, delta, n * kTileN, shared, stage, row0, warp_row, last_row, lane,
+                         of_q);
                 if (kStages == 1 && n > n_first) {
                     Arch::barrier();  // all are done with this tile
                     copy_next(copy_k, copy_v, shared, 0);
@@ -99,7 +100,7 @@ struct BackwardQueries {
             Arch::warp_barrier();
         }
         clear_empty(of_q, lse);
-        u16* dq = first_row_of(b.dq, p.cu_seqlens_q, t.sequence, seq.start_q, t.head) + s64(row0) * b.dq.row_stride;
+        u16* dq = target_row(b.dq, p.cu_seqlens_q, t.sequence, seq.start_q, t.head) + s64(row0) * b.dq.row_stride;
         // Each warp stages its result where its own queries were.
         store_gradient<Arch, Element, LayoutQ, kRowGroups, kDim>(of_q, b.scale, shared + kQ, warp_row, lane, dq, b.dq,
                                                                  seq.seqlen_q - row0, p.head_dim);
@@ -155,8 +156,7 @@ struct BackwardQueries {
             for (int e = 0; e < Arch::kElements; ++e) {
                 const s32 row = first_row + g * 16 + Arch::row_of(lane, Arch::row_slot(e));
                 const s32 key = key0 + n0 + n * 16 + Arch::col_of(lane, e);
-                w[g][n].x[e] =
-                    gradient.weight(w[g][n].x[e], row, key, lse[g][Arch::row_slot(e)], factor[g][n][e]);
+                w[g][n].x[e] = gradient.weight(w[g][n].x[e], row, key, lse[g][Arch::row_slot(e)], factor[g][n][e]);
             }
             if (!whole) hide(visible, w, first_row, key0 + n0, lane);
             Products::template rows_by_rows<kDimV, LayoutO, LayoutV>(ds, po, v_rows, n0);

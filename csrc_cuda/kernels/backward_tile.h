@@ -11,7 +11,7 @@ XATTN_DEVICE const u16* first_row(const Operand& x, const void* packed, s32 sequ
     return static_cast<const u16*>(x.data) + (packed ? row * x.row_stride : sequence * x.batch_stride) +
            head * x.head_stride;
 }
-XATTN_DEVICE u16* first_row_of(const Operand& x, const void* packed, s32 sequence, s64 row, s32 head) {
+XATTN_DEVICE u16* target_row(const Operand& x, const void* packed, s32 sequence, s64 row, s32 head) {
     return const_cast<u16*>(first_row(x, packed, sequence, row, head));
 }
 

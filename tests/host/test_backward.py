@@ -32,7 +32,8 @@ def qkv(b=1, sq=65, sk=97, h=2, hk=1, d=64, dv=None, dtype=torch.bfloat16):
 def packed(lens_q, lens_k, spare=0, h=2, hk=1, d=64, index=torch.int32):
     """Tensors of packed sequences with NaN in the rows behind them, and the other arguments."""
     rows = (sum(lens_q), sum(lens_k), sum(lens_k))
-    t = {n: randn(r + spare, heads, d, seed=s) for s, (n, r, heads) in enumerate(zip("qkv", rows, (h, hk, hk)))}
+    heads = (h, hk, hk)
+    t = {n: randn(r + spare, heads[s], d, seed=s) for s, (n, r) in enumerate(zip("qkv", rows, strict=True))}
     for n, r in zip("qkv", rows, strict=True):
         t[n][r:] = math.nan
     for side, lens in (("q", lens_q), ("k", lens_k)):
@@ -219,7 +220,8 @@ def test_strides_of_dout(target, kind, form):
 @pytest.mark.parametrize("layout", ["heads first", "every 2nd row", "offset 1", "expanded heads", "last dim", "k only"])
 def test_strides(target, layout):
     x = qkv(b=2, h=4, hk=2)
-    laid = {n: cases.laid_out(t, "every 2nd row" if layout == "k only" else layout) if layout != "k only" or n == "k" else t for n, t in x.items()}  # fmt: skip
+    names, form = ("k", "every 2nd row") if layout == "k only" else ("qkv", layout)
+    laid = {n: cases.laid_out(t, form) if n in names else t for n, t in x.items()}
     checked(target, laid, causal=True)
 
 
@@ -290,7 +292,14 @@ def test_compile_fullgraph(target):
 def test_opcheck(target):
     x = qkv(sq=9, sk=11)
     out, lse = torch.ops.xattn.attention(*x.values(), causal=True, return_lse=True, backend=target.backend)
-    args = (randn(*out.shape, seed=4), torch.ones_like(lse), out, lse, [True] * 3 + [False] * 6, [True] * 3 + [False] * 6)
+    args = (
+        randn(*out.shape, seed=4),
+        torch.ones_like(lse),
+        out,
+        lse,
+        [True] * 3 + [False] * 6,
+        [True] * 3 + [False] * 6,
+    )
     kwargs = {"causal": True, "return_lse": True, "backend": target.backend}
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.xattn.attention_backward.default, (*args, *x.values()), kwargs, test_utils=utils)

@@ -1,4 +1,5 @@
-// Entry of the sm80 backward kernel over keys. The image's configuration is a header, config.h, that the compiler is given.
+// Entry of the sm80 backward kernel over keys. The image's configuration is a header, config.h, that the compiler is
+// given.
 #include "arch/sm80/arch.h"
 #include "arch/sm80/isa.h"
 #include "kernels/backward_keys.h"
