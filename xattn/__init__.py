@@ -5,17 +5,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from .api import (
-    Capabilities,
     attention,
     attention_paged,
     attention_varlen,
     batch_invariant,
-    capabilities,
     check_errors,
-    devices,
-    explain,
     merge_states,
-    supported,
 )
 from .capability import Refusal
 from .device import Device
@@ -24,6 +19,7 @@ from .errors import DeviceValueError, FallbackWarning, OutOfPagesError, Unsuppor
 from .fusion import Epilogue, epilogues
 from .kv_layout import KVLayout, convert_page_table, convert_pages
 from .paged import PagedKVCache
+from .questions import Capabilities, capabilities, devices, explain, supported
 from .rotary import Rotary
 
 if TYPE_CHECKING:

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import calls, dispatch, segments, status, validate
-from .capability import Capability, Refusal
-from .device import Device, detect, from_arch
-from .device import default as default_device
-from .device import of as device_of
+from . import calls, segments, status, validate
 from .fusion import Epilogue
 from .inputs import NO_BOUND
-from .problem import FEATURES, GRADS, Problem, SizeBucket
 from .rotary import Rotary
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .keywords import Dense, Paged
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Dense]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Dense]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Dense]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -137,6 +147,45 @@ def attention(
     return calls.run(calls.normalise("attention", given))
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Dense],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Dense],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[Dense],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -226,6 +275,39 @@ def attention_varlen(
     return calls.run(calls.normalise("varlen", given))
 
 
+@overload
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Paged],
+) -> Tensor: ...
+@overload
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Paged],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[Paged],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_paged(
     q: Tensor,
     k_cache: Tensor,
@@ -400,33 +482,6 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     return (values * weights).sum(0).to(out.dtype), merged.to(lse.dtype)
 
 
-# ---------------------------------------------------------------- questions
-def explain(*args: Any, kind: str = "attention", device: Any = None, **kwargs: Any) -> dispatch.Plan:
-    """The plan of a call, without making it: which backend, how, and why not the others.
-
-    Args: those of ``attention``, ``attention_varlen`` or ``attention_paged``, by ``kind`` ("attention", "varlen",
-    "paged"); meta tensors are welcome. ``device``: a torch device, an ``xattn.device.Device``, or an architecture by
-    name ("sm_90", "gfx942", "cpu") that need not be present; default is the device of q, and for meta tensors the best
-    device here. Bad arguments raise as in the call.
-    """
-    functions: dict[str, Callable[..., Any]] = {
-        "attention": attention,
-        "varlen": attention_varlen,
-        "paged": attention_paged,
-    }
-    if not isinstance(kind, str) or kind not in functions:
-        validate.fail("kind", repr(kind), ", ".join(functions))
-    bound = inspect.signature(functions[kind]).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return calls.explain(kind, dict(bound.arguments), None if device is None else _device(device))
-
-
-def supported(*args: Any, kind: str = "attention", device: Any = None, **kwargs: Any) -> bool:
-    """Whether some backend (or the one named by ``backend``) answers the call natively or not; arguments as in
-    ``explain``."""
-    return explain(*args, kind=kind, device=device, **kwargs).backend is not None
-
-
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
     """Within it, a row's result does not depend on the other sequences of the call, bit for bit: split counts and
@@ -453,68 +508,3 @@ def check_errors(device: torch.device | str | int | None = None) -> None:
     the environment variable XATTN_VALIDATE=device every call does this. On the CPU bad values raise at once.
     """
     status.check_errors(device)
-
-
-def devices() -> list[Device]:
-    """The GPUs of this machine that the process may see, then its CPU. No device context is created."""
-    return detect()
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a device can do: for each backend its capability there, or why it has none."""
-
-    device: Device
-    backends: tuple[tuple[str, Capability], ...]
-    refused: tuple[tuple[str, Refusal], ...]
-
-    def __str__(self) -> str:
-        lines = [str(self.device)]
-        for name, c in self.backends:
-            if not c.kinds:
-                lines.append(f"  {name}: nothing yet")
-                continue
-            dtypes = sorted({a for a, _ in c.dtypes})
-            lines.append(f"  {name}: {', '.join(sorted(c.kinds))}; {', '.join(dtypes)}; head_dim {c.head_dim}")
-            lines.append(f"    with {', '.join(n for n in FEATURES if n in c.features) or 'nothing'}")
-            lines.append(f"    gradients of {', '.join(n for n in GRADS if n in c.grads) or 'nothing'}")
-        lines += [f"  {name}: no ({refusal})" for name, refusal in self.refused]
-        return "\n".join(lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "device": asdict(self.device),
-            "backends": {name: capability.as_dict() for name, capability in self.backends},
-            "refused": {name: refusal.as_dict() for name, refusal in self.refused},
-        }
-
-
-def capabilities(device: Any = None) -> Capabilities:
-    """What can be asked of a device, as data. ``device``: as in ``explain``; default is the best device here."""
-    target = default_device() if device is None else _device(device)
-    able, refused = [], []
-    for backend in dispatch.REGISTRY:
-        fits = [c for c in backend.capabilities() if c.is_for(target)]
-        if fits:
-            able.append((backend.name, fits[0]))
-        else:
-            refused.append((backend.name, backend.check(Problem(), SizeBucket(), target)[0]))
-    return Capabilities(target, tuple(able), tuple(refused))
-
-
-def _device(device: Any) -> Device:
-    if isinstance(device, Device):
-        return device
-    if isinstance(device, torch.device):
-        return device_of(device)
-    allowed = "a torch device, an architecture by name (sm_90, gfx942, cpu), an xattn Device, or None"
-    if not isinstance(device, str):
-        validate.fail("device", type(device).__name__, allowed, TypeError)
-    try:
-        return from_arch(device)
-    except ValueError as no_arch:
-        try:
-            return device_of(torch.device(device))
-        except RuntimeError:
-            raise ValueError(f"device: got {device!r}; allowed: {allowed}. {no_arch}") from None

@@ -287,7 +287,7 @@ def _explain(args: argparse.Namespace) -> int:
     making the call."""
     import torch
 
-    from . import api, fusion
+    from . import fusion, questions
 
     dtype, dtype_kv = (getattr(torch, _DTYPES[name]) for name in (args.dtype, args.dtype_kv or args.dtype))
     batch, seqlen_q, heads, _ = args.q
@@ -341,6 +341,6 @@ def _explain(args: argparse.Namespace) -> int:
             packed = tuple(t.flatten(0, 1) for t in call)
             offsets = empty("--q", batch + 1, of=ints)
             call = (*packed, offsets, offsets, seqlen_q, shape[1])
-    plan = api.explain(*call, kind=args.kind, device=args.device, **given)
+    plan = questions.explain(*call, kind=args.kind, device=args.device, **given)
     print(json.dumps(plan.as_dict(), indent=1) if args.json else plan)
     return 0 if plan.backend else 1

@@ -179,6 +179,20 @@ def _look_up(device: torch.device | str) -> Device:
     return _known.setdefault(device, _initialised(torch, place.index))
 
 
+def is_here(device: torch.device) -> bool:
+    """Whether this torch drives accelerators of that type on this machine. GPUs ("cuda") are not asked after: ``of``
+    says which there are."""
+    import torch
+
+    if device.type in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        module = torch.get_device_module(device)
+        return bool(module.is_available()) and (device.index is None or device.index < module.device_count())
+    except (RuntimeError, AttributeError):  # no such module, or one that does not say
+        return False
+
+
 def _detected(torch: Any, place: torch.device) -> Device:
     """The answer before torch has initialised the GPU. Not remembered: the environment may still change."""
     devices = detect()

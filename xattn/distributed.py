@@ -10,19 +10,24 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import agreement, api, autograd, calls, fusion, ops, rng, validate
+from . import agreement, api, autograd, calls, fusion, ops, questions, rng, validate
 from .errors import UnsupportedError
 from .inputs import present
 from .partials import Call, members_of, options_of, partials
 from .ranks import GRADIENTS, Gather, Ranks, pass_on, rotation, wide
 from .shards import SHARDINGS, pieces
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .keywords import Shards
 
 METHODS = ("ring", "all_gather")
 _SIGNATURE = inspect.signature(api.attention)
@@ -42,6 +47,42 @@ def _not_compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(fn, reason="context parallelism communicates between calls of attention")
 
 
+@overload
+def context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    method: str = "ring",
+    sharding: str = "zigzag",
+    *,
+    return_lse: Literal[False] = False,
+    **kw: Unpack[Shards],
+) -> Tensor: ...
+@overload
+def context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    method: str = "ring",
+    sharding: str = "zigzag",
+    *,
+    return_lse: Literal[True],
+    **kw: Unpack[Shards],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None = None,
+    method: str = "ring",
+    sharding: str = "zigzag",
+    *,
+    return_lse: bool,
+    **kw: Unpack[Shards],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @_not_compiled
 def context_parallel(
     q: Tensor,
@@ -246,7 +287,7 @@ def _answers(call: Call, method: str, tensors: dict[str, Tensor]) -> None:
                 options, _ = options_of(call, replace(block, keys=slice(0, int(has_keys))), q, rest)
                 sinks = rest.get("sinks") if block is taker else None
                 few = (q[:, :1], k[:, : int(has_keys)], v[:, : int(has_keys)])
-                plan = api.explain(*few, sinks=sinks, return_lse=with_lse, **options)
+                plan = questions.explain(*few, sinks=sinks, return_lse=with_lse, **options)
                 if plan.backend is None:
                     words = f"backend {call.numbers['backend']!r} cannot answer a part of this call"
                     raise UnsupportedError(words, dict(plan.rejected))

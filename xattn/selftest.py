@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import api, device, jit, launch, masks, options, settings
+from . import api, device, jit, launch, masks, options, questions, settings
 from .errors import FallbackWarning
 from .images import Store
 
@@ -122,7 +122,7 @@ def run(case: Case, place: torch.device) -> Result:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)  # the table says who answers
             tensors, options = _arguments(case, place)
-            plan = api.explain(*tensors, kind=case.kind, **options)
+            plan = questions.explain(*tensors, kind=case.kind, **options)
             about = {"backend": plan.backend or "none", "native": plan.native, "config": plan.config}
             got, seconds = _timed(case, tensors, options, place)
             about["first_ms"] = 1e3 * seconds

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -420,6 +422,27 @@ def test_only_digits_are_numbers(capsys):
             assert f"argument {option}: {text!r}: " in usage_error(capsys, "demo", f"{option}={text}")
         assert cli.main(["check", f"--device={text}"]) == 2
         assert capsys.readouterr().err.startswith(f"xattn check: --device: got {text!r}; allowed: ")
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu:3", "hip", "hip:0", "xla", "vulkan"])
+def test_accelerators_that_are_not_here(capsys, name):
+    """An architecture need not be here, a device of torch must: nothing is known of its kernels."""
+    assert cli.main(["explain", *Q, "--device", name]) == 2
+    words = f"device: got {name!r}, which this torch ({torch.__version__}) does not have; allowed: a torch device"
+    assert capsys.readouterr().err.startswith(f"xattn explain: {words}")
+    for question in (xattn.capabilities, lambda device: xattn.supported(*torch.zeros(3, 1, 1, 1, 8), device=device)):
+        for device in (name, torch.device(name)):
+            with pytest.raises(ValueError, match=re.escape(words)):
+                question(device)
+
+
+def test_accelerators_that_are_here(monkeypatch):
+    here = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: here)
+    for name in ("xpu", "xpu:1"):
+        assert str(xattn.capabilities(name).device).startswith("xpu")
+    with pytest.raises(ValueError, match="device: got 'xpu:2', which this torch"):
+        xattn.capabilities("xpu:2")
 
 
 @pytest.mark.parametrize("name", ["sm_٩٠", "sm_²", "٩.٠", "gfx٩٤٢"])

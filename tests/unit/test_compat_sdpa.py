@@ -140,6 +140,54 @@ def test_leading_dimensions_broadcast():
     same(q, k[0, 0], v[0])
 
 
+HEADS = {
+    "one of keys": ((4, 1, 1), {}),
+    "one of query": ((1, 4, 4), {}),
+    "one of key": ((4, 1, 4), {}),
+    "one of value": ((4, 4, 1), {}),
+    "one of query and key": ((1, 1, 4), {}),
+    "one of keys in GQA": ((4, 1, 1), {"enable_gqa": True}),
+    "others of key and value in GQA": ((4, 2, 4), {"enable_gqa": True}),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_broadcast(name, is_causal):
+    heads, options = HEADS[name]
+    same(*(t[:, :n] for t, n in zip((Q, K, V), heads, strict=True)), is_causal=is_causal, **options)
+
+
+@pytest.mark.parametrize("dims", [(3, 2, 2), (2, 3, 3), (2, 4, 4), (4, 2, 3), (2, 4, 2), (3, 4, 4), (4, 3, 2)], ids=str)
+def test_heads_may_be_missing(dims):
+    inputs = [t[(0,) * (4 - n)] for t, n in zip((Q, K, V), dims, strict=True)]
+    same(*inputs)
+    same(*inputs, is_causal=True)
+    if dims[0] >= dims[1]:  # torch applies a mask before value is broadcast
+        same(*inputs, torch.ones(5, 7, dtype=torch.bool).tril(1))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (1,), (1, 7)], ids=str)
+@pytest.mark.parametrize("lead", [(2,), (), None], ids=str)
+def test_masks_of_few_dimensions(shape, lead):
+    """As documented; torch itself takes them for one sequence alone."""
+    q, k, v = (t[0, 0] for t in (Q, K, V)) if lead is None else qkv(lead, seqlen_k=7)
+    mask = randn(7, seed=5)[:1].view(shape) if math.prod(shape) == 1 else randn(*shape, seed=5)
+    torch.testing.assert_close(
+        scaled_dot_product_attention(q, k, v, mask),
+        F.scaled_dot_product_attention(q, k, v, mask.expand(5, 7)),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dim, dim_v", [(0, 8), (8, 0), (0, 0)])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"is_causal": True}], ids=str)
+def test_without_channels(dim, dim_v, options):
+    """Scores of 0 then."""
+    same(Q[..., :dim], K[..., :dim], V[..., :dim_v], **options)
+
+
 def test_any_strides():
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv(dim=32))
     same(q, k, v)
@@ -176,9 +224,21 @@ def test_dropout():
 
 Q, K, V = qkv(seqlen_k=7)
 REFUSED = {
-    "heads": ((Q, K[:, :2], V[:, :2]), {}, "key: got 2 heads for 4 of query; allowed: as many, or enable_gqa=True"),
-    "heads of value": ((Q, K, V[:, :2]), {}, "value: got 2 heads for 4 of query"),
-    "heads of GQA": ((Q, K[:, :3], V[:, :3]), {"enable_gqa": True}, "q: got 4 heads; allowed: a multiple of the 3"),
+    "heads": (
+        (Q, K[:, :2], V[:, :2]),
+        {},
+        "key, value: got 2, 2 heads for 4 of query; allowed: as many, 1, or",
+    ),
+    "heads of value": ((Q, K, V[:, :2]), {}, "key, value: got 4, 2 heads for 4 of query"),
+    "heads of GQA": (
+        (Q, K[:, :3], V[:, :3]),
+        {"enable_gqa": True},
+        "key: got 3 heads for 4 of query; allowed: a",
+    ),
+    "heads of query in GQA": ((Q[:, :1], K, V), {"enable_gqa": True}, "key: got 4 heads for 1 of query"),
+    "heads missing in GQA": ((Q, K[0, 0], V), {"enable_gqa": True}, "got 4, 2, 4 dimensions; allowed: from 3 of each"),
+    "one dimension": ((Q[0, 0, 0], K[0, 0], V[0, 0]), {}, "got 1, 2, 2 dimensions; allowed: from 2 of each"),
+    "a batch beside heads": ((Q[:, 0], K, V), {}, "heads for 2 of query"),
     "batch": (
         (Q, K[:1].expand(3, -1, -1, -1), V),
         {},
@@ -193,9 +253,8 @@ REFUSED = {
     "dropout": ((Q, K, V), {"dropout_p": 1.5}, "dropout_p: got 1.5"),
 }
 ONLY_HERE = {  # torch takes some of these on some devices, or reads where there is nothing
-    "two dimensions of some": ((Q[0, 0], K[0, 0], V[0]), {}, "got 2, 2, 3 dimensions; allowed: from 3 of each"),
-    "one has two": ((Q, K[0, 0], V), {}, "query, key, value: got 4, 2, 4 dimensions"),
     "mask and causal": ((Q, K, V, torch.ones(5, 7)), {"is_causal": True}, "attn_mask: got a tensor; allowed: None"),
+    "no heads": ((Q[:, :0], K[:, :0], V[:, :0]), {}, "q: got 0 heads"),
     "lengths": ((Q, K, V[:, :, :6]), {}, "v: got shape"),
 }
 
@@ -203,7 +262,7 @@ ONLY_HERE = {  # torch takes some of these on some devices, or reads where there
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_what_torch_refuses(name):
     args, options, words = REFUSED[name]
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
         F.scaled_dot_product_attention(*args, **options)
     with pytest.raises(ValueError, match=words):
         scaled_dot_product_attention(*args, **options)

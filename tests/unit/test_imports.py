@@ -38,7 +38,7 @@ ROWS = (
     },
     {"device", "inputs", "status", "images"},
     {"capability", "rotary", "segments", "validate", "jit", "kernel_call", "fusion"},
-    {"ranks"},
+    {"ranks", "keywords"},
     {"launch_bindings", "launch_library"},
     {"launch"},
     {"forward_call"},
@@ -51,6 +51,7 @@ ROWS = (
     {"repeats", "autograd", "ops"},
     {"paged", "kv_layout", "support", "shipped", "calls"},
     {"api"},
+    {"questions"},
     {"partials"},
     {"distributed"},
     {"xattn"},  # the names that users import

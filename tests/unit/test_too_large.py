@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import xattn
-from xattn import forward_call
-from xattn.api import explain
+from xattn import explain, forward_call
 from xattn.backends import REGISTRY
 from xattn.inputs import Inputs
 from xattn.launch_params import Divisor, ForwardParams

@@ -43,7 +43,7 @@ class Backend:
     ``run(inputs, config) -> (out, lse or None)``; lse is None only where ``inputs.return_lse`` is False.
     A native backend has ``prepare(inputs, config)`` instead: the call to launch, whose outputs are out and, where it is
     wanted, lse; and the call's input tensors by the names of ``Inputs``, in the order of its slots. Its kernels report
-    bad values on the device themselves. Where gradients are asked for, ``prepare`` gives lse, too, and ``backward`` raises
+    bad values on the device themselves. Where gradients are asked for it gives lse, too, and its ``backward`` raises
     what making and loading an image raises.
     ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs
     parallel to ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None

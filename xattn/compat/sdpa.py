@@ -7,6 +7,7 @@ import math
 import numbers
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attention
@@ -24,43 +25,39 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """As torch's: query (..., heads, seqlen_q, head_dim), key and value (..., heads, seqlen_k, head_dim).
 
+    Leading dimensions broadcast, heads among them, and may be missing; with ``enable_gqa`` the heads of key and value
+    divide those of query. attn_mask broadcasts to (..., heads, seqlen_q, seqlen_k), from any number of dimensions.
     ``is_causal`` is aligned top-left, as torch defines it (query i sees keys up to i whatever the lengths), and
-    excludes an attn_mask. A row that sees no key gives 0, as torch's does. Raises what torch raises for what torch
-    refuses, as ValueError.
+    excludes an attn_mask. A row that sees no key gives 0, as torch's does. What torch refuses is refused: TypeError for
+    what is no tensor or number, ValueError for the rest.
     """
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, t in (*tensors, *([("attn_mask", attn_mask)] if attn_mask is not None else [])):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
     scale = _scale(scale)
-    if query.dim() == key.dim() == value.dim() == 2:  # one head of one sequence
-        if attn_mask is not None and attn_mask.dim() > 2:
-            raise ValueError(f"attn_mask: got shape {tuple(attn_mask.shape)}; allowed: 2 dimensions, as query has")
-        return scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )[0]
-    if min(query.dim(), key.dim(), value.dim()) < 3:
-        raise ValueError(
-            f"query, key, value: got {query.dim()}, {key.dim()}, {value.dim()} dimensions; "
-            "allowed: from 3 of each, or 2 of all"
-        )
+    dims = [t.dim() for _, t in tensors]
+    if min(dims) < 2 or (enable_gqa and min(dims) < 3):
+        least = "3 of each where enable_gqa is set" if enable_gqa else "2 of each"
+        raise ValueError(f"query, key, value: got {', '.join(map(str, dims))} dimensions; allowed: from {least}")
+    if max(dims) == 2 and attn_mask is not None and attn_mask.dim() > 2:
+        raise ValueError(f"attn_mask: got shape {tuple(attn_mask.shape)}; allowed: 2 dimensions, as query has")
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: got a tensor; allowed: None where is_causal is set")
-    for name, t in (("key", key), ("value", value)):
-        if not enable_gqa and t.shape[-3] != query.shape[-3]:
-            raise ValueError(
-                f"{name}: got {t.shape[-3]} heads for {query.shape[-3]} of query; allowed: as many, or enable_gqa=True"
-            )
     allowed_dtypes = (torch.bool, torch.float32, query.dtype)
     if attn_mask is not None and attn_mask.is_floating_point() and attn_mask.dtype not in allowed_dtypes:
         allowed = f"torch.bool, torch.float32, or the dtype of query, {query.dtype}"
         raise ValueError(f"attn_mask: got {attn_mask.dtype}; allowed: {allowed}")
+    query, key, value = _with_heads(query, key, value, enable_gqa)
+    heads = query.shape[-3]
     leads = [t.shape[:-3] for t in (query, key, value)]
     try:
         lead = torch.broadcast_shapes(*leads)
     except RuntimeError as error:
         got = ", ".join(str(tuple(n)) for n in leads)
         raise ValueError(f"query, key, value: got leading dimensions {got}; allowed: such that broadcast") from error
+    if query.shape[-1] == key.shape[-1] == 0:  # scores of 0, whatever the scale
+        query, key, scale = F.pad(query, (0, 1)), F.pad(key, (0, 1)), 1.0
     batch = math.prod(lead)
     q, k, v = (
         t.expand(*lead, *t.shape[-3:]).reshape(batch, *t.shape[-3:]).transpose(1, 2) for t in (query, key, value)
@@ -70,7 +67,7 @@ def scaled_dot_product_attention(
         try:
             attn_mask = attn_mask.expand(*lead, *rest).reshape(batch, *rest)
         except RuntimeError as error:
-            full = (*lead, query.shape[-3], query.shape[-2], key.shape[-2])
+            full = (*lead, heads, query.shape[-2], key.shape[-2])
             raise ValueError(
                 f"attn_mask: got shape {tuple(attn_mask.shape)}; allowed: a shape that broadcasts to {full}"
             ) from error
@@ -82,18 +79,42 @@ def scaled_dot_product_attention(
     if is_causal and seqlen_q < seqlen_k:  # the diagonal is left of ours: the keys behind it do not exist for anybody
         k, v = k[:, :seqlen_q], v[:, :seqlen_q]
     causal = is_causal and seqlen_q <= seqlen_k
+    wide = v if value.shape[-1] else F.pad(v, (0, 1))
     out = attention(
         q,
         k,
-        v,
+        wide,
         causal=causal,
         window=window if not causal else None,
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         softmax_scale=scale,
     )
-    assert isinstance(out, Tensor)
-    return out.transpose(1, 2).reshape(*lead, query.shape[-3], seqlen_q, value.shape[-1])
+    out = out[..., : value.shape[-1]].transpose(1, 2)
+    return out.reshape(seqlen_q, value.shape[-1]) if max(dims) == 2 else out.reshape(*lead, heads, *out.shape[2:])
+
+
+def _with_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The three with a dimension of heads, which those of key and value, as many, divide."""
+    query, key, value = (t if t.dim() > 2 else t[None] for t in (query, key, value))
+    heads_q, heads_k, heads_v = (t.shape[-3] for t in (query, key, value))
+    if enable_gqa:
+        for name, heads in (("key", heads_k), ("value", heads_v)):
+            if heads_q and (not heads or heads_q % heads):
+                raise ValueError(f"{name}: got {heads} heads for {heads_q} of query; allowed: a number that divides it")
+        if heads_k != heads_v:
+            key, value = (t.repeat_interleave(heads_q // t.shape[-3], -3) for t in (key, value))
+        return query, key, value
+    try:
+        (heads,) = torch.broadcast_shapes((heads_q,), (heads_k,), (heads_v,))
+    except RuntimeError as error:
+        raise ValueError(
+            f"key, value: got {heads_k}, {heads_v} heads for {heads_q} of query; "
+            "allowed: as many, 1, or with enable_gqa=True a number that divides it"
+        ) from error
+    if heads_k != 1 or heads_v != 1:  # one head of both is read by all heads as it is
+        key, value = (t.expand(*t.shape[:-3], heads, *t.shape[-2:]) for t in (key, value))
+    return query.expand(*query.shape[:-3], heads, *query.shape[-2:]), key, value
 
 
 def _scale(scale: float | Tensor | None) -> float | None:

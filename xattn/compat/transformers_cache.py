@@ -285,7 +285,6 @@ class NewStates:
             max_seqlen_k=step.longest,
             **options,
         )
-        assert isinstance(out, Tensor)
         step.attended.add(self._layer)
         if step.rows is None:
             return out
