@@ -27,6 +27,7 @@ CODES = {
     "size": "an empty tensor is not answered",
     "layout": "its kernels cannot read the tensor as it lies",
     "large": "its kernels do not count so far",
+    "slower": "another backend is faster here",
     "plain": "this backend answers only questions that use one of these arguments",
 }
 

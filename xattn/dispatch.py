@@ -116,12 +116,24 @@ def plan(
         if backend is not None and candidate.name != backend:
             continue
         refusals = candidate.check(problem, size, device)
+        if not refusals and backend is None:
+            refusals = _yielded(candidate, problem, size, device, registry)
         if not refusals:
             config = candidate.config(problem, size, device)
             notes = _notes(problem, candidate)
             return Plan(candidate.name, config, tuple(rejected), problem, size, device, candidate.native, notes)
         rejected.append((candidate.name, refusals))
     return Plan(None, (), tuple(rejected), problem, size, device)
+
+
+def _yielded(
+    candidate: Backend, problem: Problem, size: SizeBucket, device: Device, registry: Sequence[Backend]
+) -> tuple[Refusal, ...]:
+    """A refusal where another backend answers, and is known to be faster."""
+    faster = candidate.yields(problem)
+    if not any(b.name == faster and not b.check(problem, size, device) for b in registry):
+        return ()
+    return (Refusal("slower", "backend", candidate.name, (faster,)),)
 
 
 def check_name(backend: str | None, registry: Sequence[Backend] = REGISTRY) -> None:

@@ -25,7 +25,7 @@ TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks")
 _PARAMS = {"attn_mask": "mask", "alibi_slopes": "alibi", "seqlens_k": "seqused_k"}
 # Values that only the device can see, by their bits in index64.
 _INDEX_BITS = {"cu_seqlens_q": 0, "cu_seqlens_k": 1, "seqused_k": 2, "seqlens_k": 2, "page_table": 3}
-_ELEMENTS = ("bf16", "fp16")
+ELEMENTS = ("bf16", "fp16")
 CACHES = {torch.float8_e4m3fn: "e4m3", torch.float8_e4m3fnuz: "e4m3fnuz"}  # of 8 bits, as kernels name them
 _MASKS = ("none", "boolean", "added16", "added32")
 _PAGED_MASKS = ("none", "tree")
@@ -65,6 +65,26 @@ SHARED_CAPABILITY = replace(
 )
 
 
+def gradients(capability: Capability) -> Capability:
+    """What ``capability`` answers together with the gradients of backward_call.py."""
+    return replace(
+        capability,
+        kinds=frozenset({"attention", "varlen"}),
+        features=capability.features - {"score_mod", "mask_mod"},
+        lowers=False,
+        grads=frozenset({"q", "k", "v", "sinks"}),
+    )
+
+
+_FUSED = frozenset({"causal", "gqa", "attn_mask_bool", "attn_mask_additive"})
+
+
+def yields(problem: Problem) -> str:
+    """``Backend.yields``: gradients that torch's fused backward has, in five matrix products; ours takes seven."""
+    plain = problem.kind == "attention" and not problem.deterministic and _FUSED.issuperset(problem.features())
+    return "sdpa" if problem.grads and plain else ""
+
+
 def fp8_cache(capability: Capability, cache: str, archs: frozenset[str] | None = None) -> Capability:
     """What the decode kernel answers of caches of 8 bits, ``cache`` by its name in inputs.DTYPES, on the devices of
     ``capability``, or ``archs`` of them."""
@@ -73,7 +93,7 @@ def fp8_cache(capability: Capability, cache: str, archs: frozenset[str] | None =
         capability,
         archs=capability.archs if archs is None else archs,
         kinds=frozenset({"paged"}),
-        dtypes=frozenset((element, cache) for element in _ELEMENTS),
+        dtypes=frozenset((element, cache) for element in ELEMENTS),
         head_dim=dims,
         head_dim_v=dims,
         features=capability.features | {"scales", "attn_mask_tree"},
@@ -91,7 +111,7 @@ _MOST_STRIDE = 2**31 - 1  # from one row to the next, in elements (kernels/tile_
 Fields = tuple[tuple[str, ConfigValue], ...]  # of a kernel's Config struct; their order is part of an image's address
 
 
-Tiles = tuple[tuple[int, int, int, int, int], ...]  # rows (largest head dimension, four numbers that have names)
+Tiles = tuple[tuple[int, ...], ...]  # rows (largest head dimension, numbers that have names)
 
 
 def chosen_tile(
@@ -190,7 +210,12 @@ class Forward:
 
     def slots(self, base: int = 0) -> tuple[int, ...]:
         """Where the tensors' addresses go, for a block that holds ForwardParams at offset ``base``."""
-        return tuple(base + slot(type(self.params), _PARAMS.get(name, name)) for name in self.tensors)
+        return tuple(base + slot_of(name, type(self.params)) for name in self.tensors)
+
+
+def slot_of(name: str, params: type[ForwardParams] = ForwardParams) -> int:
+    """Where the address of a tensor of a call goes in the parameter block."""
+    return slot(params, _PARAMS.get(name, name))
 
 
 def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tensor], Tensor]) -> Forward:
@@ -283,7 +308,7 @@ def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none
 
 
 def variants(
-    paged: bool = False, scaled: bool = False, elements: tuple[str, ...] = _ELEMENTS
+    paged: bool = False, scaled: bool = False, elements: tuple[str, ...] = ELEMENTS
 ) -> Iterator[tuple[str, Fields]]:
     """(element, switches) of every image of a tile."""
     for element in elements:

@@ -1,5 +1,5 @@
-"""The parameter blocks of kernels as the host packs them: the fields of params.h and append.h in csrc_cuda/kernels, in
-their order."""
+"""The parameter blocks of kernels as the host packs them: the fields of params.h, backward_params.h and append.h in
+csrc_cuda/kernels, in their order."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ class Scale(ctypes.Structure):
     def of(cls, t: Tensor) -> Scale:
         """One number, or (batch, heads_kv)."""
         return cls(t.data_ptr(), *(t.stride() if t.dim() == 2 else (0, 0)))
+
+
+def order_sections(tiles: ForwardParams | KeyTiles, heads_in_section: int) -> None:
+    """Sets what csrc_cuda/kernels/scheduler.h divides by, from the sequences, heads and blocks that are there."""
+    heads = tiles.sequences * tiles.heads_q
+    section = max(1, min(heads_in_section, heads))
+    tiles.section_tiles = Divisor.of(max(1, section * tiles.m_blocks))
+    tiles.section_heads = Divisor.of(section)
+    tiles.last_heads = Divisor.of(heads % section or section)
+    tiles.heads = Divisor.of(max(1, tiles.heads_q))
 
 
 class ForwardParams(ctypes.Structure):
@@ -111,13 +121,41 @@ class ForwardParams(ctypes.Structure):
 
     def order_tiles(self, heads_in_section: int) -> None:
         """Heads of all sequences are worked on in sections of that many; the other fields are there."""
-        heads = self.sequences * self.heads_q
-        section = max(1, min(heads_in_section, heads))
-        self.section_tiles = Divisor.of(max(1, section * self.m_blocks))
-        self.section_heads = Divisor.of(section)
-        self.last_heads = Divisor.of(heads % section or section)
-        self.heads = Divisor.of(max(1, self.heads_q))
+        order_sections(self, heads_in_section)
         self.gqa_ratio = Divisor.of(max(1, self.heads_q // max(1, self.heads_kv)))
+
+
+class KeyTiles(ctypes.Structure):
+    """See csrc_cuda/kernels/backward_params.h."""
+
+    _fields_ = (
+        ("m_blocks", _S32),
+        ("sequences", _S32),
+        ("heads_q", _S32),
+        ("causal", _S32),
+        ("window_right", _S32),
+        ("section_tiles", Divisor),
+        ("section_heads", Divisor),
+        ("last_heads", Divisor),
+        ("heads", Divisor),
+    )
+
+
+class BackwardParams(ctypes.Structure):
+    """See csrc_cuda/kernels/backward_params.h for the meaning of each field."""
+
+    _fields_ = (
+        ("p", ForwardParams),
+        ("dout", Operand),
+        ("dq", Operand),
+        ("dk", Operand),
+        ("dv", Operand),
+        ("dlse", _PTR),
+        ("delta", _PTR),
+        ("scale", _F32),
+        ("part", _S32),
+        ("keys", KeyTiles),
+    )
 
 
 class AppendParams(ctypes.Structure):

@@ -66,6 +66,8 @@ _POSITIONAL = {
 _ONLY_PAGED = ("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "kv_layout", "num_splits")
 _COMMON = tuple(part.split("=")[0].split()[-1] for part in _TAIL.split(", "))
 _MODS = ("score_mod", "mask_mod", "epilogue")
+# What making and loading an image raises where it cannot be had.
+_NO_IMAGE = (CompileError, ImageRefused, UnsupportedError)
 _FARTHEST = 1 << 62  # a window distance beyond every key
 
 for _name, _head in _HEADS.items():
@@ -184,11 +186,11 @@ def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     if backend.prepare is None:
         validate.values(inputs)
     try:
-        out, lse = _answer(backend, inputs, plan.config)
+        out, lse = _answer(backend, inputs, plan.config, bool(grads))
     except Unavailable as error:
         dispatch.give_up(plan, str(error))
         plan = _plan(inputs, grads)
-        out, lse = _answer(dispatch.get(plan.backend), inputs, plan.config)
+        out, lse = _answer(dispatch.get(plan.backend), inputs, plan.config, bool(grads))
     if lse is None or not (inputs.return_lse or grads):
         lse = _no_lse(inputs, bool(grads))
     if check_after:
@@ -196,13 +198,15 @@ def _run(inputs: Inputs, grads: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _answer(backend: Backend, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor | None]:
+def _answer(backend: Backend, inputs: Inputs, config: Config, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
     if backend.prepare is None:
         return backend.run(inputs, config)
+    if needs_grad:  # native kernels have the weights again from lse
+        inputs = replace(inputs, return_lse=True)
     try:
         call, tensors = backend.prepare(inputs, config)
         prepared = launch.prepare(call)
-    except (CompileError, ImageRefused, UnsupportedError) as error:
+    except _NO_IMAGE as error:
         raise Unavailable(f"no image of it can be made and loaded here: {error}") from error
     outputs = repeats.launch_first(inputs, call, tensors, prepared)
     return outputs[0], outputs[1] if inputs.return_lse else None
@@ -255,8 +259,16 @@ def _backward_kernel(kind: str):
     def kernel(dout, dlse, out, lse, needs_grad, wanted, *args, **kwargs):
         inputs = record(kind, args, kwargs)
         plan = _plan(inputs, _names(inputs, needs_grad))
-        run = dispatch.get(plan.backend).backward
-        return run(inputs, plan.config, out, lse, dout, dlse, list(wanted))
+        given = (out, lse, dout, dlse, list(wanted))
+        try:
+            return dispatch.get(plan.backend).backward(inputs, plan.config, *given)
+        except _NO_IMAGE as error:
+            if not plan.native:
+                raise
+            # Those that follow need nothing of the forward but its arguments.
+            dispatch.give_up(plan, f"no image of its backward can be made and loaded here: {error}")
+            plan = _plan(inputs, _names(inputs, needs_grad))
+            return dispatch.get(plan.backend).backward(inputs, plan.config, *given)
 
     return kernel
 

@@ -50,15 +50,16 @@ def devices() -> list[Device]:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device can do: for each backend its capability there, or why it has none."""
+    """What a device can do: for each backend its capabilities there, of which one must answer a call, or why it has
+    none."""
 
     device: Device
-    backends: tuple[tuple[str, Capability], ...]
+    backends: tuple[tuple[str, tuple[Capability, ...]], ...]
     refused: tuple[tuple[str, Refusal], ...]
 
     def __str__(self) -> str:
         lines = [str(self.device)]
-        for name, c in self.backends:
+        for name, c in ((name, c) for name, found in self.backends for c in found):
             if not c.kinds:
                 lines.append(f"  {name}: nothing yet")
                 continue
@@ -73,7 +74,7 @@ class Capabilities:
         """For JSON."""
         return {
             "device": asdict(self.device),
-            "backends": {name: capability.as_dict() for name, capability in self.backends},
+            "backends": {name: [c.as_dict() for c in found] for name, found in self.backends},
             "refused": {name: refusal.as_dict() for name, refusal in self.refused},
         }
 
@@ -83,9 +84,9 @@ def capabilities(device: Any = None) -> Capabilities:
     target = default_device() if device is None else _device(device)
     able, refused = [], []
     for backend in dispatch.REGISTRY:
-        fits = [c for c in backend.capabilities() if c.is_for(target)]
+        fits = tuple(c for c in backend.capabilities() if c.is_for(target))
         if fits:
-            able.append((backend.name, fits[0]))
+            able.append((backend.name, fits))
         else:
             refused.append((backend.name, backend.check(Problem(), SizeBucket(), target)[0]))
     return Capabilities(target, tuple(able), tuple(refused))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd, settings
+from . import autograd, backward_call, settings
 from .inputs import TENSORS, Inputs
 from .kernel_call import Call, Prepared
 
@@ -119,3 +119,4 @@ def forget() -> None:
     """Plans every call anew from now on."""
     _known.clear()
     _latest.clear()
+    backward_call.forget()

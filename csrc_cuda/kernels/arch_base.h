@@ -27,6 +27,8 @@ struct ArchBase {
     XATTN_DEVICE static bool any(bool x) { return Isa::any(x); }
     XATTN_DEVICE static s32 shuffle(s32 x, int lane) { return Isa::shuffle(x, lane); }  // what that lane holds
 
+    XATTN_DEVICE static float shuffle_xor(float x, int mask) { return Isa::shuffle_xor(x, mask); }
+
     // The same number, of which the compiler knows nothing: what depends on it is computed here, not ahead of the loop,
     // where it would cost registers.
     XATTN_DEVICE static s32 fresh(s32 x) { return Isa::fresh(x); }

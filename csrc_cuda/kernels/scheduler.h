@@ -13,8 +13,9 @@ struct Tile {
     s32 sequence;
 };
 
-// A launch has fewer than 2^31 tiles.
-XATTN_DEVICE Tile tile_at(const ForwardParams& p, u32 index) {
+// A launch has fewer than 2^31 tiles. Params: what has the fields of ForwardParams that are read here.
+template <class Params>
+XATTN_DEVICE Tile tile_at(const Params& p, u32 index) {
     const u32 section = quotient(index, p.section_tiles);
     const u32 rest = index - section * p.section_tiles.value;
     const u32 first = section * p.section_heads.value;

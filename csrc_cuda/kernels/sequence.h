@@ -15,12 +15,18 @@ struct Sequence {
     s32 seqlen_q, seqlen_k;
 
     XATTN_DEVICE static Sequence of(const ForwardParams& p, s32 b) {
-        Sequence s{0, 0, p.seqlen_q, p.seqlen_k};
-        if (p.cu_seqlens_q) s.start_q = span(p.cu_seqlens_q, p.index64 & 1, b, p.total_q, p.seqlen_q, s.seqlen_q);
-        if (p.cu_seqlens_k) s.start_k = span(p.cu_seqlens_k, p.index64 & 2, b, p.total_k, p.seqlen_k, s.seqlen_k);
+        Sequence s = whole(p, b);
         if (p.seqused_k) {
             s.seqlen_k = s32(min_of<s64>(s.seqlen_k, max_of<s64>(0, index_at(p.seqused_k, p.index64 & 4, b))));
         }
+        return s;
+    }
+
+    // With the keys behind seqused_k.
+    XATTN_DEVICE static Sequence whole(const ForwardParams& p, s32 b) {
+        Sequence s{0, 0, p.seqlen_q, p.seqlen_k};
+        if (p.cu_seqlens_q) s.start_q = span(p.cu_seqlens_q, p.index64 & 1, b, p.total_q, p.seqlen_q, s.seqlen_q);
+        if (p.cu_seqlens_k) s.start_k = span(p.cu_seqlens_k, p.index64 & 2, b, p.total_k, p.seqlen_k, s.seqlen_k);
         return s;
     }
 

@@ -17,7 +17,8 @@ from xattn import cli, device, jit, shipped
 from xattn.images import Store
 
 ROOT = str(Path(xattn.__file__).parent.parent)
-SET = '[[images]]\nbackends = ["cdna", "sm80"]\nhead_dims = [[64, 64], [128, 128]]\n'  # four images an architecture
+SET = '[[images]]\nbackends = ["cdna", "sm80"]\nhead_dims = [[64, 64], [128, 128]]\n'  # see EACH
+EACH = 14  # images of an architecture: four of the forward; of the backward eight, and two without a head_dim
 
 CLANG = """#!{python}
 import sys
@@ -73,23 +74,23 @@ def test_build_in_processes_of_their_own(place):
     at = place()
     done = build(at, "--jobs", "2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "4 images, 0 of them there; 2 at once" in done.stdout
-    assert "[1/4] gfx942 arch/cdna/forward.hip: " in done.stdout and "[4/4] " in done.stdout
-    assert row(done.stdout, "gfx942")[1:3] == ["4", "4"] and "a clang 1.0" in done.stdout
+    assert f"{EACH} images, 0 of them there; 2 at once" in done.stdout
+    assert "gfx942 arch/cdna/forward.hip: " in done.stdout and f"[{EACH}/{EACH}] " in done.stdout
+    assert row(done.stdout, "gfx942")[1:3] == [f"{EACH}"] * 2 and "a clang 1.0" in done.stdout
     store = Store(shipped=(), cache=at / "out")
     wanted = shipped.load(at / "set.toml").specs("gfx942")
-    assert all(store.find(spec).code == b"code" for spec in wanted) and len(list(store)) == 4
+    assert all(store.find(spec).code == b"code" for spec in wanted) and len(list(store)) == EACH
     assert not (at / "cache").exists()
 
     done = build(at)
-    assert done.returncode == 0 and "4 images, 4 of them there" in done.stdout
-    assert row(done.stdout, "gfx942")[1:3] == ["4", "0"]
+    assert done.returncode == 0 and f"{EACH} images, {EACH} of them there" in done.stdout
+    assert row(done.stdout, "gfx942")[1:3] == [f"{EACH}", "0"]
 
     (at / "out" / "gfx942" / f"{wanted[0].key()}.image").write_bytes(b"broken")
     done = build(at, "--jobs", "1")
-    assert "4 images, 3 of them there; 1 at once" in done.stdout and "passed over" in done.stderr
+    assert f"{EACH} images, {EACH - 1} of them there; 1 at once" in done.stdout and "passed over" in done.stderr
     done = build(at, "--rebuild", "--jobs", "1")
-    assert row(done.stdout, "gfx942")[1:3] == ["4", "4"]
+    assert row(done.stdout, "gfx942")[1:3] == [f"{EACH}"] * 2
 
 
 def test_a_compiler_that_refuses(place):
@@ -97,11 +98,11 @@ def test_a_compiler_that_refuses(place):
     at = place(refused=128)
     done = build(at, "--jobs", "2")
     assert done.returncode == 1
-    assert "2 images failed" in done.stderr and "error: head_dim 128 does not fit" in done.stderr
+    assert "6 images failed" in done.stderr and "error: head_dim 128 does not fit" in done.stderr
     assert "also: arch/cdna/forward.hip [element=" in done.stderr
     assert done.stdout.count("] FAILED arch/cdna/forward.hip") == 2
-    assert row(done.stdout, "gfx942")[1:3] == ["2", "2"]
-    assert len(list(Store(shipped=(), cache=at / "out"))) == 2
+    assert row(done.stdout, "gfx942")[1:3] == [f"{EACH - 6}"] * 2
+    assert len(list(Store(shipped=(), cache=at / "out"))) == EACH - 6
 
 
 SLOW = """#!{python}
@@ -168,7 +169,7 @@ class Fake:
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """command(*args, compiler): the exit status of ``build --out tmp_path/out``, with a set of four images."""
+    """command(*args, compiler): the exit status of ``build --out tmp_path/out``, with that set."""
     (tmp_path / "set.toml").write_text(SET)
     monkeypatch.delenv("XATTN_ARCHS", raising=False)
 
@@ -185,9 +186,10 @@ def test_several_architectures(command, capsys):
     log = "40 bytes stack frame, 48 bytes spill stores, 124 bytes spill loads"
     assert command("--arch", "sm_80, gfx90a,sm_80", *command.set, compiler=Fake(log=log)) == 0
     text = capsys.readouterr().out
-    assert "8 images, 0 of them there; 1 at once" in text and f"set: {command.set[1]}" in text
+    assert f"{2 * EACH} images, 0 of them there; 1 at once" in text and f"set: {command.set[1]}" in text
     assert sorted(p.name for p in command.out.iterdir()) == ["gfx90a", "sm_80"]
-    assert row(text, "sm_80")[1:3] == ["4", "4"] and "4 of 4" in text and row(text, "all")[1] == "8"
+    assert row(text, "sm_80")[1:3] == [f"{EACH}"] * 2 and f"{EACH} of {EACH}" in text
+    assert row(text, "all")[1] == f"{2 * EACH}"
 
 
 def test_what_is_built_is_for_others(command):
@@ -225,14 +227,14 @@ def test_files_that_were_not_asked_for(command, capsys):
     assert command("--arch", "gfx942,gfx950", *command.set) == 0
     assert "more files" not in capsys.readouterr().out
     assert command("--arch", "gfx942", *command.set) == 0
-    assert f"note: {command.out} holds 4 more files" in capsys.readouterr().out
+    assert f"note: {command.out} holds {EACH} more files" in capsys.readouterr().out
 
 
 def test_serialised_matrix_products_fail(command, capsys):
     line = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     assert command("--arch", "sm_80", *command.set, compiler=Fake(log=line)) == 1
     captured = capsys.readouterr()
-    assert line in captured.err and "4 images failed" in captured.err
+    assert line in captured.err and f"{EACH} images failed" in captured.err
     assert not list(Store(shipped=(), cache=command.out))
 
 

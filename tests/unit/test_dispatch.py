@@ -297,7 +297,8 @@ def test_plans_on_the_cpu(problem, chosen):
         ({**FP32, "window": True}, "flex"),
         ({**FP32, "score_mod": "score_mod:1"}, "flex"),
         ({**FP32, "score_mod": "score_mod:1", "kind": "varlen"}, "reference"),
-        ({"grads": ("sinks",), "sinks": True}, "reference"),
+        ({"grads": ("alibi_slopes",), "alibi_slopes": True}, "reference"),
+        ({"grads": ("q", "k", "v"), "dropout": True}, "reference"),
     ],
     ids=str,
 )
@@ -409,3 +410,16 @@ def test_capabilities(arch):
     assert sorted(names) == sorted(b.name for b in REGISTRY)
     assert "reference" in dict(found.backends) and str(found)
     assert all(refusal.code in ("vendor", "arch") for _, refusal in found.refused)
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHS if a.startswith("sm_") or a in ("gfx90a", "gfx942", "gfx950")])
+@pytest.mark.parametrize("kind", ["attention", "varlen"])
+def test_gradients_on_gpus(arch, kind):
+    """Natively, and the plan says by which kernels: on Hopper those of sm80."""
+    problem = Problem(kind=kind, causal=True, sinks=True, grads=("q", "k", "v", "sinks"), deterministic=True)
+    found = dispatch.plan(problem, SIZE, from_arch(arch))
+    assert found.native
+    words = str(dict(found.config)["backward"])
+    assert words.startswith("arch/cdna" if arch.startswith("gfx") else "arch/sm80")
+    assert ("compiled for sm_90a" in words) == (found.backend == "sm90")
+    assert "backward" not in dict(dispatch.plan(replace(problem, grads=()), SIZE, from_arch(arch)).config)

@@ -42,7 +42,7 @@ ROWS = (
     {"launch_bindings", "launch_library"},
     {"launch"},
     {"forward_call"},
-    {"decode_call", "append_call"},
+    {"decode_call", "append_call", "backward_call"},
     {"chunks", "paging", "page_pool", "page_moves", "probe"},
     {"reference"},
     {"backends"},

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from xattn import jit, shipped
+from xattn import backward_call, forward_call, jit, launch, shipped
 from xattn.backends import cdna, sm80, sm90
 from xattn.device import from_arch
-from xattn.images import ImageSpec
+from xattn.images import Image, ImageSpec
 from xattn.inputs import Inputs
 from xattn.problem import SizeBucket
 
@@ -45,7 +45,8 @@ def test_without_a_checkout(monkeypatch, tmp_path):
     chosen = shipped.default()
     assert chosen is shipped.BUILT_IN
     for arch in chosen.archs:
-        configs = [dict(s.config) for s in chosen.specs(arch)]
+        specs = chosen.specs(arch)
+        configs = [dict(s.config) for s in specs if "/forward." in s.entry]
         dims = {64, 96, 128, 192, 256} if arch == "sm_90a" else set(range(32, 257, 32))
         count = 2 * len(dims)
         if arch == "sm_90a":  # two 16-bit elements, and 8-bit ones
@@ -53,6 +54,8 @@ def test_without_a_checkout(monkeypatch, tmp_path):
         assert {c["head_dim"] for c in configs} == dims and len(configs) == count
         assert all(c["head_dim"] == c["head_dim_v"] and c["attn_mask"] == "none" for c in configs)
         assert not any(c[name] for c in configs for name in ("any_scale", "softcap", "alibi"))
+        of_backward = [s for s in specs if "/backward_" in s.entry]
+        assert len(of_backward) == 2 * (1 + 2 * 8) and len(specs) == len(configs) + len(of_backward)
 
 
 def test_everything_holds_every_option():
@@ -66,9 +69,12 @@ def test_everything_holds_every_option():
 
 def test_a_row_takes_what_it_names(tmp_path):
     text = ROW + 'element = "fp16"\nhead_dims = [[192, 128]]\nsoftcap = [true, false]\nattn_mask = ["added32"]'
-    specs = load(tmp_path, text).specs("sm_80")
+    specs = [s for s in load(tmp_path, text).specs("sm_80") if s.entry != "arch/sm80/backward_rows.cu"]
     configs = [dict(s.config) for s in specs]
-    assert [c["softcap"] for c in configs] == [False, True]
+    kernels = [f"arch/sm80/{kernel}.cu" for kernel in ("forward", "backward_keys", "backward_queries")]
+    assert [(s.entry, c["softcap"]) for s, c in zip(specs, configs, strict=True)] == [
+        (kernel, softcap) for kernel in kernels for softcap in (False, True)
+    ]
     for c in configs:
         assert (c["element"], c["head_dim"], c["head_dim_v"]) == ("fp16", 192, 128)
         assert (c["attn_mask"], c["alibi"]) == ("added32", False)
@@ -77,7 +83,7 @@ def test_a_row_takes_what_it_names(tmp_path):
 
 def test_rows_that_overlap_name_an_image_once(tmp_path):
     once = load(tmp_path, ROW).specs("sm_80")
-    assert load(tmp_path, ROW + ROW).specs("sm_80") == once and len(once) == 16
+    assert load(tmp_path, ROW + ROW).specs("sm_80") == once and len(once) == 16 + 2 * 16 + 2
 
 
 WRONG = {
@@ -87,7 +93,7 @@ WRONG = {
     "images = [": "Invalid value",
     ROW + "softcapped = true": "row 1 of images: softcapped: no image has this field; there are element, head_dim",
     ROW + "softcap = 1": "row 1 of images: softcap: got 1; allowed: False, True",
-    ROW + "tile_m = 100": "tile_m: got 100; allowed: 128, 64",
+    ROW + "tile_m = 100": "tile_m: got 100; allowed: 128, 16, 32, 64",
     ROW + "attn_mask = ['bool']": "attn_mask: got 'bool'; allowed: added16, added32, boolean, none",
     ROW + "head_dims = [[64, 60]]": "head_dims: got [64, 60]; no image has these head dimensions",
     ROW + "head_dims = [64]": "head_dims: got [64]; allowed: pairs [head_dim, head_dim_v]",
@@ -140,3 +146,34 @@ def test_calls_ask_for_images_that_are_named(monkeypatch, backend, arch, dtype, 
     assert spec in shipped.everything(arch)
     has = dict(spec.config)
     assert has["softcap"] == has["alibi"] == (dims[0] == 64)
+
+
+@pytest.mark.parametrize(
+    "backend, arch",
+    [(sm90.BACKEND, "sm_90a"), (sm80.BACKEND, "sm_80"), (cdna.BACKEND, "gfx942")],
+    ids=["sm90", "sm80", "cdna"],
+)
+@pytest.mark.parametrize("dims", [(64, 64), (72, 40), (256, 8)], ids=str)
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [None, -0.5])
+def test_backwards_ask_for_images_that_are_named(monkeypatch, backend, arch, dims, mask, scale):
+    asked = []
+
+    def choose(entry, config, arch_of_this_machine):
+        own = arch_of_this_machine == "sm_90a"
+        assert own == (arch == "sm_90a")
+        asked.append(ImageSpec(entry, config, arch))
+        return Image("", arch, "", "", "", b""), None
+
+    monkeypatch.setattr(forward_call, "choose", choose)
+    monkeypatch.setattr(launch, "prepare", lambda call: lambda inputs: [torch.empty(o.shape) for o in call.outputs])
+    q, k, v = (torch.zeros(1, n, 2, d) for n, d in ((5, dims[0]), (7, dims[0]), (7, dims[1])))
+    q, k, v = (t.bfloat16() for t in (q, k, v))
+    options = {} if mask is None else {"attn_mask": torch.zeros(1, 1, 5, 7, dtype=mask)}
+    inputs = Inputs("attention", q, k, v, softmax_scale=scale, **options)
+    out, lse = torch.zeros(inputs.out_shape).bfloat16(), torch.zeros(inputs.lse_shape)
+    wanted = [name in "qkv" for name, _ in inputs.differentiable()]
+    backend.backward(inputs, (), out, lse, out.clone(), None, wanted)
+    backward_call.forget()
+    assert [s.entry.partition("backward_")[2].partition(".")[0] for s in asked] == ["rows", "keys", "queries"]
+    assert set(asked) <= set(shipped.everything(arch))

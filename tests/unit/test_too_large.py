@@ -133,3 +133,13 @@ def test_sizes_that_people_have_are_powers_of_two(sizes):
     batch, heads, seqlen_q, seqlen_k = sizes
     assert SizeBucket.of(*sizes, rows=batch * seqlen_q - 1) == SizeBucket(*sizes)
     assert SizeBucket.of(batch, heads, seqlen_q, seqlen_k - 1, rows=77) == SizeBucket(*sizes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_backward_counts_tiles_of_keys(backend):
+    """More than the forward has tiles, where the gradients are asked for."""
+    given = dense(heads=128, heads_kv=128, seqlen_k=2**29, head_dim=256)
+    assert planned(given, ARCHS[backend], backend).backend == backend
+    given["q"].requires_grad_()
+    [(name, refusals)] = planned(given, ARCHS[backend], backend).rejected
+    assert name == backend and {r.code for r in refusals} == {"large"} and "tiles" in refusals[0].field

@@ -43,13 +43,15 @@ class Backend:
     ``run(inputs, config) -> (out, lse or None)``; lse is None only where ``inputs.return_lse`` is False.
     A native backend has ``prepare(inputs, config)`` instead: the call to launch, whose outputs are out and, where it is
     wanted, lse; and the call's input tensors by the names of ``Inputs``, in the order of its slots. Its kernels report
-    bad values on the device themselves.
+    bad values on the device themselves. Where gradients are asked for it gives lse, too, and its ``backward`` raises
+    what making and loading an image raises.
     ``backward(inputs, config, out, lse, dout, dlse, wanted) -> gradients``: one for each True of ``wanted``, which runs
     parallel to ``inputs.differentiable()``. ``double_backward(inputs, dout, dlse, wanted, grads_of_grads)`` is None
     where it is not offered. ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
     ``notes`` stand in every plan. ``missing(device)`` says what a device of this machine lacks to be served, "" where
     nothing. ``too_large(problem, size)`` refuses what its kernels cannot count; it is asked about problems that a
-    capability answers. ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80",
+    capability answers. ``yields(problem)`` names a backend that is known to answer such problems
+    faster, "" where none: where no backend is named and that one answers, it does. ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80",
     "compute_80", "gfx942"), so that they can be built ahead of time. ``append``: its kernel that writes new tokens.
     """
 
@@ -66,6 +68,7 @@ class Backend:
     too_large: Callable[[Problem, SizeBucket], tuple[Refusal, ...]] = lambda problem, size: ()
     images: Callable[[str], Iterable[ImageSpec]] = lambda arch: ()
     append: AppendBody | None = None
+    yields: Callable[[Problem], str] = lambda problem: ""
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
         """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .. import append_call, decode_call, forward_call
+from .. import append_call, backward_call, decode_call, forward_call
 from ..forward_call import ForwardBody
 from ..images import ImageSpec
 from .base import Backend
 
 CAPABILITY = replace(forward_call.SHARED_CAPABILITY, vendors=frozenset({"nvidia"}), least_arch="sm_80")
+GRADIENTS = forward_call.gradients(CAPABILITY)
 FP8_CACHE = forward_call.fp8_cache(CAPABILITY, "fp8_e4m3")
 
 # Measured on an H200 beside smaller and larger tiles, see NOTES.md in csrc_cuda/arch/sm80.
@@ -26,6 +27,7 @@ BODY = ForwardBody(
 )
 
 DECODE = decode_call.NVIDIA
+BACKWARD = backward_call.NVIDIA
 APPEND = append_call.NVIDIA
 
 
@@ -36,16 +38,19 @@ def _images(arch: str) -> Iterator[ImageSpec]:
         yield from BODY.images(arch)
         yield from DECODE.images(arch)
         yield from APPEND.images(arch)
+        yield from BACKWARD.images(arch)
 
 
 BACKEND = Backend(
     "sm80",
     native=True,
-    capabilities=lambda: (CAPABILITY, FP8_CACHE),
+    capabilities=lambda: (CAPABILITY, GRADIENTS, FP8_CACHE),
     prepare=lambda inputs, config: decode_call.prepare(BODY, DECODE, inputs, config),
-    config=lambda problem, size, device: decode_call.config(BODY, DECODE, problem, size),
+    config=lambda problem, size, device: (*decode_call.config(BODY, DECODE, problem, size), *BACKWARD.plan(problem)),
+    backward=BACKWARD.backward,
+    yields=forward_call.yields,
     missing=BODY.missing,
-    too_large=BODY.too_large,
+    too_large=lambda problem, size: BODY.too_large(problem, size) or BACKWARD.too_large(problem, size),
     images=_images,
     append=APPEND,
 )

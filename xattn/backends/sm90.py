@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import append_call, decode_call, forward_call, jit, launch
+from .. import append_call, backward_call, decode_call, forward_call, jit, launch
 from ..capability import HeadDims, Refusal
 from ..device import Device
 from ..device import of as device_of
@@ -28,6 +28,7 @@ from .base import Backend, Config
 CAPABILITY = replace(
     forward_call.SHARED_CAPABILITY, vendors=frozenset({"nvidia"}), archs=frozenset({"sm_90"}), page_size_multiple_of=8
 )
+GRADIENTS = forward_call.gradients(CAPABILITY)
 
 # All of q, k and v in 8 bits.
 FP8 = replace(
@@ -44,6 +45,8 @@ FP8 = replace(
 FP8_CACHE = forward_call.fp8_cache(CAPABILITY, "fp8_e4m3")
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
+# No kernel of Hopper's own yet: sm80's, compiled for it.
+BACKWARD = replace(backward_call.NVIDIA, arch=_ARCH)
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
 
 
@@ -244,10 +247,12 @@ def _direct(t: Tensor) -> Tensor:
 def _images(arch: str) -> Iterator[ImageSpec]:
     if arch != _ARCH:
         return
+    yield from BACKWARD.images(arch)
     for d, dv, narrow in product(_DIMS, _DIMS, (False, True)):
         for row in rows(d, dv, narrow):
             for paged in (False,) if narrow else (False, True):
-                for name, chosen in forward_call.variants(paged, elements=("e4m3",) if narrow else ("bf16", "fp16")):
+                elements = ("e4m3",) if narrow else forward_call.ELEMENTS
+                for name, chosen in forward_call.variants(paged, elements=elements):
                     # The scale's sign is not part of a problem: every row must serve both.
                     plain = not paged and _is_plain(tuple(c for c in chosen if c[0] != "any_scale"))
                     if plain or not row.plain:
@@ -257,7 +262,8 @@ def _images(arch: str) -> Iterator[ImageSpec]:
 
 def _too_large(problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
     tile_m = 64 * tile(problem, size).num_warpgroups
-    return forward_call.too_large(problem, size, tile_m, forward_call.MOST_TILES, -(-size.rows // tile_m))
+    own = forward_call.too_large(problem, size, tile_m, forward_call.MOST_TILES, -(-size.rows // tile_m))
+    return own or BACKWARD.too_large(problem, size)
 
 
 def _missing(device: Device) -> str:
@@ -269,15 +275,18 @@ def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
         return decode_call.decode_config(decode_call.NVIDIA, problem)
     row = tile(problem, size)
     config = forward_call.plan_config(row.sizes(problem.head_dim, problem.head_dim_v), problem)
-    return (*config, ("measured", row.reason)) if row.reason else config
+    measured = (("measured", row.reason),) if row.reason else ()
+    return (*config, *measured, *BACKWARD.plan(problem))
 
 
 BACKEND = Backend(
     "sm90",
     native=True,
-    capabilities=lambda: (CAPABILITY, FP8, FP8_CACHE),
+    capabilities=lambda: (CAPABILITY, GRADIENTS, FP8, FP8_CACHE),
     prepare=_prepare,
     config=_config,
+    backward=BACKWARD.backward,
+    yields=forward_call.yields,
     missing=_missing,
     too_large=_too_large,
     images=_images,

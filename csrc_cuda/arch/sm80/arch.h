@@ -4,7 +4,8 @@
 // Interface of an Arch (the same in arch/host and csrc_hip/arch/cdna):
 //   kWarpSize, kRowsPerLane, kElements     lanes; rows of a 16 x 16 accumulator that a lane holds; elements that it
 //   holds row_slot(e), row_of(lane, slot), col_of(lane, e)   which: element e lies in row row_of(lane, row_slot(e)),
-//   column col_of(lane, e) OperandA (16 rows x 16), OperandB (16 keys x 16, or 16 keys x 16 channels),
+//   column col_of(lane, e), one of kColsPerLane: col_slot(e), of which 2 n and 2 n + 1 are neighbours
+//   OperandA (16 rows x 16), OperandB (16 keys x 16, or 16 keys x 16 channels),
 //   Accumulator{x[kElements]} rows_pointer, keys_pointer, values_pointer, load_rows, load_keys, load_values   from a
 //   tile in shared memory; multiply: acc += A B weights(acc) -> OperandA               a tile of weights as it stands
 //   in the accumulator row_max, row_sum                       over the lanes that share a row; first_of_row(lane): one
@@ -33,6 +34,7 @@ struct Sm80 : ArchBase<Isa, 8, 1, 2> {
     using typename Base::Shared;
     static constexpr int kWarpSize = 32;
     static constexpr int kRowsPerLane = 2;
+    static constexpr int kColsPerLane = 4;
 
     struct OperandA {
         u32 x[4];
@@ -44,6 +46,7 @@ struct Sm80 : ArchBase<Isa, 8, 1, 2> {
     XATTN_DEVICE static constexpr int row_slot(int e) { return (e >> 1) & 1; }
     XATTN_DEVICE static int row_of(int lane, int slot) { return (lane >> 2) + 8 * slot; }
     XATTN_DEVICE static int col_of(int lane, int e) { return 8 * (e >> 2) + 2 * (lane & 3) + (e & 1); }
+    XATTN_DEVICE static constexpr int col_slot(int e) { return 2 * (e >> 2) + (e & 1); }
     XATTN_DEVICE static bool first_of_row(int lane) { return (lane & 3) == 0; }
 
     // ---- global to shared

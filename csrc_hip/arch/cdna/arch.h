@@ -19,6 +19,7 @@ struct Cdna : ArchBase<Isa, 4, 16, 32> {
     using typename Base::Shared;
     static constexpr int kWarpSize = 64;
     static constexpr int kRowsPerLane = 1;
+    static constexpr int kColsPerLane = 4;
 
     struct OperandA {
         u32 x[2];
@@ -30,6 +31,7 @@ struct Cdna : ArchBase<Isa, 4, 16, 32> {
     XATTN_DEVICE static constexpr int row_slot(int) { return 0; }
     XATTN_DEVICE static int row_of(int lane, int) { return lane & 15; }
     XATTN_DEVICE static int col_of(int lane, int e) { return 4 * (lane >> 4) + e; }
+    XATTN_DEVICE static constexpr int col_slot(int e) { return e; }
     XATTN_DEVICE static bool first_of_row(int lane) { return lane < 16; }
 
     // ---- global to shared: through registers, at once

@@ -1,0 +1,13 @@
+// The cdna layer of the backward body over keys on the CPU.
+#include "arch/host/run.h"
+#include "arch/cdna/arch.h"
+#include "arch/host/isa_amd.h"
+#include "kernels/backward_keys.h"
+#include "config.h"
+
+extern "C" int xattn_backward(const xattn::BackwardParams* params, xattn::u32 blocks, xattn::u64 seed, char* message,
+                              int message_size) {
+    using Arch = xattn::Cdna<xattn::IsaHostAmd>;
+    using Kernel = xattn::BackwardKeys<Arch, xattn::Config>;
+    return xattn::host::run<Arch, Kernel>(*params, blocks, seed, message, message_size);
+}

@@ -1,0 +1,13 @@
+// The sm80 layer of the backward body over rows on the CPU.
+#include "arch/host/run.h"
+#include "arch/sm80/arch.h"
+#include "arch/host/isa_nvidia.h"
+#include "kernels/backward_rows.h"
+#include "config.h"
+
+extern "C" int xattn_backward(const xattn::BackwardParams* params, xattn::u32 blocks, xattn::u64 seed, char* message,
+                              int message_size) {
+    using Arch = xattn::Sm80<xattn::IsaHostNvidia>;
+    using Kernel = xattn::BackwardRows<Arch, xattn::Config>;
+    return xattn::host::run<Arch, Kernel>(*params, blocks, seed, message, message_size);
+}
