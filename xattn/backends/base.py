@@ -50,9 +50,10 @@ class Backend:
     where it is not offered. ``config(problem, size, device)`` names what the plan prints: tile, splits, copies.
     ``notes`` stand in every plan. ``missing(device)`` says what a device of this machine lacks to be served, "" where
     nothing. ``too_large(problem, size)`` refuses what its kernels cannot count; it is asked about problems that a
-    capability answers. ``yields(problem)`` names a backend that is known to answer such problems
-    faster, "" where none: where no backend is named and that one answers, it does. ``images(arch)`` yields all images that it may ask for on that architecture ("sm_80",
-    "compute_80", "gfx942"), so that they can be built ahead of time. ``append``: its kernel that writes new tokens.
+    capability answers. ``yields(problem)`` names a backend that is known to answer such problems faster, "" where none:
+    where no backend is named and that one answers, it does. ``images(arch)`` yields all images that it may ask for on
+    that architecture ("sm_80", "compute_80", "gfx942"), so that they can be built ahead of time. ``append``: its kernel
+    that writes new tokens.
     """
 
     name: str
