@@ -5,8 +5,8 @@
 #include "kernels/attention_decode.h"
 #include "config.h"
 
-extern "C" int xattn_decode(const xattn::Config::Functions::Params* params, xattn::u32 blocks, xattn::u64 seed, char* message,
-                            int message_size) {
+extern "C" int xattn_decode(const xattn::Config::Functions::Params* params, xattn::u32 blocks, xattn::u64 seed,
+                            char* message, int message_size) {
     using Arch = xattn::Cdna<xattn::IsaHostAmd>;
     using Kernel = xattn::AttentionDecode<Arch, xattn::Config>;
     return xattn::host::run<Arch, Kernel>(*params, blocks, seed, message, message_size);

@@ -5,8 +5,8 @@
 #include "kernels/attention_forward.h"
 #include "config.h"
 
-extern "C" int xattn_forward(const xattn::Config::Functions::Params* params, xattn::u32 blocks, xattn::u64 seed, char* message,
-                             int message_size) {
+extern "C" int xattn_forward(const xattn::Config::Functions::Params* params, xattn::u32 blocks, xattn::u64 seed,
+                             char* message, int message_size) {
     using Arch = xattn::Sm80<xattn::IsaHostNvidia>;
     using Kernel = xattn::AttentionForward<Arch, xattn::Config>;
     return xattn::host::run<Arch, Kernel>(*params, blocks, seed, message, message_size);
