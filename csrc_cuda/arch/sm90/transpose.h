@@ -18,6 +18,7 @@ template <class Forward>
 struct Transposer {
     static constexpr int kTileN = Forward::kTileN, kDimV = Forward::kDimV, kStages = Forward::kStages;
     static constexpr int kWarps = Forward::kTransposers;
+    static constexpr int kAtOnce = Forward::kConsumers == 3 ? 1 : 2;  // as registers allow
 
     const ForwardParams& p;
     const typename Forward::Buffers buffers;
@@ -61,7 +62,7 @@ struct Transposer {
 #pragma unroll 1
         for (int c = 0; c < kDimV / 32; ++c) {
             const u32 read = source + c / 4 * Forward::kPanelK + (u32((2 * c + (lane >> 4)) & 7) ^ u32(lane & 7)) * 16;
-#pragma unroll 2
+#pragma unroll kAtOnce
             for (int k = 0; k < kTileN / 16 / kWarps; ++k) {
                 const int group = kWarps * k + warp;
                 u32 x[4];
