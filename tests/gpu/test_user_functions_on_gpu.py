@@ -77,8 +77,8 @@ def test_an_index_out_of_range_is_raised_when_asked(backend):
         xattn.check_errors()
 
 
-def test_compiling_a_new_function_and_new_numbers(backend, tmp_path, monkeypatch):
-    """Cold below 1.5 s; a number that changed compiles nothing."""
+def test_a_new_function_is_compiled_and_new_numbers_are_not(backend, tmp_path, monkeypatch):
+    """Cold below 3 s."""
     monkeypatch.setattr(jit, "_chosen", {})
     monkeypatch.setattr(jit, "Store", lambda *a, **k: Store((), tmp_path))
     q = randn(1, 512, 8, 128)
@@ -101,5 +101,5 @@ def test_compiling_a_new_function_and_new_numbers(backend, tmp_path, monkeypatch
 
     monkeypatch.setattr(jit, "build", build)
     first = call(0.1)
-    assert len(built) == 1 and built[0] < 1.5
+    assert len(built) == 1 and built[0] < 3
     assert not torch.equal(call(0.2), first) and len(built) == 1
