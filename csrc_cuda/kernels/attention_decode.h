@@ -40,9 +40,9 @@ struct AttentionDecode {
     using LayoutQ = TileLayout<kTileM, kDim>;
     using LayoutK = TileLayout<kTileN, kDim* int(sizeof(Cache)) / 2>;  // layouts count in 16 bits
     using LayoutV = TileLayout<kTileN, kDimV* int(sizeof(Cache)) / 2>;
-    using S = Scores<Arch, Config, true>;
-    using Soft = Softmax<Arch, S, kRows>;
     static constexpr bool kNarrow = sizeof(Cache) == 1;
+    using S = Scores<Arch, Config, true, kNarrow>;
+    using Soft = Softmax<Arch, S, kRows>;
     using Product = typename Choose<kNarrow, typename Arch::template NarrowProduct<Element>, Element>::Type;
     using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV, Cache, Product>;
     static constexpr bool kScaledRows = !Same<Product, Element>::value;  // of Q: bf16 holds what fp16 does not

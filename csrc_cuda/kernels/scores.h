@@ -46,7 +46,8 @@ struct WideOf<e4m3> {
     using Type = bf16;
 };
 
-template <class Arch, class Config, bool kPackHeads = false>
+// kScaled: products have factors beside the launch's scale.
+template <class Arch, class Config, bool kPackHeads = false, bool kScaled = false>
 struct Scores {
     using Functions = typename Config::Functions;
     static constexpr bool kPlain = !Config::any_scale && !Config::softcap && !Functions::kScoreMod && !Config::alibi &&
@@ -69,7 +70,7 @@ struct Scores {
     s32 sequence, head;   // for the user's functions; head: the first of the heads that are packed
     s32 row0;             // the warp's first row
     int lane;
-    // Of products, beside the scale: of all, and of the lane's rows. Where scores are not plain.
+    // Of products, beside the scale: of all, and of the lane's rows. Where scores are not plain, and kScaled.
     float factor = 1.0f;
     float row_factor[Arch::kRowsPerLane];
 
@@ -86,7 +87,7 @@ struct Scores {
           row0(first_row),
           lane(lane_) {
         XATTN_UNROLL
-        for (int r = 0; r < Arch::kRowsPerLane; ++r) row_factor[r] = 1.0f;
+        for (int r = 0; kScaled && r < Arch::kRowsPerLane; ++r) row_factor[r] = 1.0f;
         if (Config::alibi) {
             slopes = p.alibi + sequence * p.alibi_batch_stride + head;
             if (!kPackHeads) slope = slopes[0] * kUnit;
@@ -109,7 +110,9 @@ struct Scores {
         for (int e = 0; e < Arch::kElements; ++e) {
             const s32 place = row0 + group * 16 + Arch::row_of(lane, Arch::row_slot(e)), row = query(p, place),
                       key = key0 + n * 16 + Arch::col_of(lane, e);
-            float x = kPlain ? s[n].x[e] : s[n].x[e] * row_factor[Arch::row_slot(e)] * scale;
+            float x = s[n].x[e];
+            if (kScaled) x *= row_factor[Arch::row_slot(e)];
+            if (!kPlain) x *= scale;
             if (Config::softcap) x = cap * Arch::tanh(x);
             if constexpr (Functions::kScoreMod) {
                 const Element at = element(place, row, key);
@@ -202,7 +205,9 @@ struct Scores {
   private:
     // Of products, in these units. It stays finite with a factor that is, so that 0 times it is 0.
     XATTN_DEVICE float scale() const {
-        const float most = 3.402823466e38f, scale = (Config::softcap ? p.scale : p.scale * (kUnit * kLn2)) * factor;
+        const float unscaled = Config::softcap ? p.scale : p.scale * (kUnit * kLn2);
+        if (!kScaled) return unscaled;
+        const float most = 3.402823466e38f, scale = unscaled * factor;
         if (factor == 1.0f || !(factor >= -most && factor <= most)) return scale;
         return scale > most ? most : scale < -most ? -most : scale;
     }

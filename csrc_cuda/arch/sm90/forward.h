@@ -48,7 +48,7 @@ struct Sm90Forward {
     using Params = Sm90Params<typename Config::Functions::Params>;
     using Element = typename Config::Element;
     using OutputElement = typename WideOf<Element>::Type;
-    using S = Scores<Arch, Config>;
+    using S = Scores<Arch, Config, false, sizeof(Element) == 1>;
     using Limits = typename S::Limits;
     using Soft = Softmax<Arch, S, 2, true>;
 
