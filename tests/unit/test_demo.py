@@ -279,8 +279,7 @@ def test_a_killed_conversion_leaves_nothing_behind(gguf, own_cache, monkeypatch,
 
     with monkeypatch.context() as m:
         m.setattr(LlamaForCausalLM, "save_pretrained", killed)
-        with pytest.raises(KeyboardInterrupt):
-            demo("--model", gguf)
+        assert demo("--model", gguf) == 130
     assert list((own_cache / "models").iterdir()) == []
     # What a killed process could not take away goes a day later.
     old, new = (own_cache / "models" / f"{age}.partial" for age in ("old", "new"))

@@ -142,7 +142,8 @@ REFUSALS = {
 
 
 def test_every_code_has_a_case():
-    assert {*REFUSALS, "failed", "large"} == set(CODES)  # "large": test_too_large.py
+    # "large": test_too_large.py; "slower": below, of two backends
+    assert {*REFUSALS, "failed", "large", "slower"} == set(CODES)
 
 
 @pytest.mark.parametrize("code", REFUSALS)
@@ -247,6 +248,37 @@ def test_an_explicit_backend_never_falls_back():
     assert found.backend is None and [name for name, _ in found.rejected] == ["first"]
     with pytest.raises(ValueError, match=r"backend: got 'nosuch'; allowed: first, second, last"):
         dispatch.plan(Problem(), SIZE, H200, TOY, "nosuch")
+
+
+def test_a_backend_yields_to_one_that_is_faster():
+    """Where that one answers, and nobody was named."""
+    yielding = replace(backend("first", native=True), yields=lambda problem: "second" if problem.causal else "")
+    registry = (yielding, *TOY[1:])
+    found = dispatch.plan(Problem(causal=True), SIZE, H200, registry)
+    assert found.backend == "second"
+    assert found.rejected == (("first", (Refusal("slower", "backend", "first", ("second",)),)),)
+    assert "first: backend = first: another backend is faster here (allowed: second)" in str(found)
+    assert dispatch.plan(Problem(), SIZE, H200, registry).backend == "first"
+    assert dispatch.plan(Problem(causal=True, softcap=True), SIZE, H200, registry).backend == "first"
+    assert dispatch.plan(Problem(causal=True), SIZE, H200, registry, "first").backend == "first"
+
+
+@pytest.mark.parametrize("arch, native", [("sm_80", "sm80"), ("sm_90", "sm90"), ("gfx942", "cdna")])
+def test_who_answers_gradients(arch, native):
+    """torch's fused backward what it has; native kernels the rest."""
+
+    def chosen(**fields) -> str | None:
+        problem = Problem(grads=("q", "k", "v"), **fields)
+        return dispatch.plan(problem, SIZE, from_arch(arch)).backend
+
+    for plain in ({}, {"causal": True}, {"gqa_ratio": 4}, {"attn_mask": "bool"}):
+        assert chosen(**plain) == "sdpa"
+        assert dispatch.plan(Problem(**plain), SIZE, from_arch(arch)).backend == native
+        assert dispatch.plan(Problem(grads=("q",), **plain), SIZE, from_arch(arch), backend=native).backend == native
+    for other in ("softcap", "alibi_slopes", "sinks", "window", "return_lse", "deterministic", "seqused_k"):
+        assert chosen(**{other: True}) == native, other
+    assert chosen(kind="varlen") == native
+    assert chosen(score_mod="score_mod:1") != native and chosen(dropout=True) != native
 
 
 FP32 = {"dtype": "fp32", "dtype_kv": "fp32", "dtype_out": "fp32"}
