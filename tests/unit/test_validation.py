@@ -442,7 +442,7 @@ def test_devices_that_are_none(device, error):
 def test_capabilities_for_json():
     found = xattn.capabilities("cpu").as_dict()
     assert list(found) == ["device", "backends", "refused"]
-    able = found["backends"]["sdpa"]
+    (able,) = found["backends"]["sdpa"]
     assert able["kinds"] == ["attention", "varlen", "paged"] and ["bf16", "bf16"] in able["dtypes"]
     assert able["head_dim"] == {"smallest": 1, "largest": 0, "multiple_of": 1}
     assert found["refused"]["sm80"]["code"] == "vendor"

@@ -73,7 +73,7 @@ class Backend:
 
     def check(self, problem: Problem, size: SizeBucket, device: Device) -> tuple[Refusal, ...]:
         """Why the backend cannot answer; empty where one of its capabilities can. Of several, the one that comes
-        closest speaks: one for the device first, then one for the dtypes, of which all are named."""
+        closest speaks: one for the device first, then for the kind, then for the dtypes, of which all are named."""
         reason = _unavailable.get((self.name, problem, device))
         if reason is not None:
             return (Refusal("failed", "device", reason),)
@@ -86,7 +86,7 @@ class Backend:
         return told or self.too_large(problem, size)
 
 
-_FIRST = (("vendor", "arch"), ("kind", "dtype"))
+_FIRST = (("vendor", "arch"), ("kind",), ("dtype",))
 
 
 def _any(refusals: tuple[Refusal, ...], *codes: str) -> bool:
