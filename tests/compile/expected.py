@@ -17,6 +17,8 @@ def of_config(spec: ImageSpec, lanes: int) -> dict[str, int]:
             products //= 2
         threads = 4 * lanes * (c["num_warpgroups"] + 1)
         return {"products": products, "fragments": 0, "shared": sm90.shared_bytes(spec.config), "threads": threads}
+    if "backward" in spec.entry:
+        return of_backward(spec) | {"fragments": 0, "threads": lanes * c["num_warps"]}
     decode = "tile_m" not in c  # every warp has all the rows
     rows, keys = 1 if decode else c["tile_m"] // (16 * c["num_warps"]), c["tile_n"] // 16
     dims = [c["head_dim"] // 16, c["head_dim_v"] // 16]
@@ -30,3 +32,22 @@ def of_config(spec: ImageSpec, lanes: int) -> dict[str, int]:
         else 32 * (c["tile_m"] * max(dims) + c["tile_n"] * sum(dims)),
         "threads": lanes * c["num_warps"],
     }
+
+
+def has_products(spec: ImageSpec) -> bool:
+    """Whether its kernel multiplies matrices, so that the others can be asked."""
+    return not any(name in spec.entry for name in ("append", "backward_rows"))
+
+
+def of_backward(spec: ImageSpec) -> dict[str, int]:
+    """16 x 16 x 16 products of a warp for one tile of a backward kernel's walk, and bytes of shared memory."""
+    c = {name: int(value) for name, value in spec.config if not isinstance(value, str)}
+    d, dv, stages = c["head_dim"], c["head_dim_v"], c["num_stages"]
+    groups = c["tile_m"] * c["tile_n"] // (256 * c["num_warps"])
+    if "keys" in spec.entry:  # S twice where dk and dv are made apart
+        products = groups * (2 * d + 2 * dv + (d if c["parts"] == 2 else 0)) // 16
+        shared = 2 * (c["tile_n"] + stages * c["tile_m"]) * (d + dv) + stages * 8 * c["tile_m"]
+    else:
+        products = groups * (2 * d + dv) // 16
+        shared = 2 * (c["tile_m"] + stages * c["tile_n"]) * (d + dv)
+    return {"products": products, "shared": shared}

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from compile import nvrtc, resources
+from compile.expected import of_backward
 from compile.gates import ARCHS, VARIANTS
 from compile.test_images import compiled_cleanly
 
@@ -52,30 +53,16 @@ def spec(body: backward_call.BackwardBody, kernel: str, d: int, arch: str, varia
     return ImageSpec(body.entry(kernel), (element, *body.tile(kernel, d, d), *switches), arch)
 
 
-def wanted(s: ImageSpec) -> dict[str, int]:
-    """16 x 16 x 16 products of a warp for one tile of its walk, and bytes of shared memory."""
-    c = {name: int(value) for name, value in s.config if not isinstance(value, str)}
-    d, dv, stages = c["head_dim"], c["head_dim_v"], c["num_stages"]
-    groups = c["tile_m"] * c["tile_n"] // (256 * c["num_warps"])
-    if "keys" in s.entry:  # S twice where dk and dv are made apart
-        products = groups * (2 * d + 2 * dv + (d if c["parts"] == 2 else 0)) // 16
-        shared = 2 * (c["tile_n"] + stages * c["tile_m"]) * (d + dv) + stages * 8 * c["tile_m"]
-    else:
-        products = groups * (2 * d + dv) // 16
-        shared = 2 * (c["tile_m"] + stages * c["tile_n"]) * (d + dv)
-    return {"products": products, "shared": shared}
-
-
 def checked_nvidia(s: ImageSpec, major: int, most: int) -> None:
     image = nvrtc.library(major).build(s)
     used = resources.of_nvidia(image)
     compiled_cleanly(image)
     assert used.registers <= 255 and used.spilled <= most, f"{used[:4]}, {most}"
-    assert resources.count(used, "HMMA.16816.F32") == 2 * wanted(s)["products"]
+    assert resources.count(used, "HMMA.16816.F32") == 2 * of_backward(s)["products"]
     assert resources.count(used, "LDSM") > 0 and resources.count(used, "LDGSTS") > 0
     local = resources.count(used, "LDL") + resources.count(used, "STL")
     assert 4 * local <= used.spilled and (used.stack > 0) == (used.spilled > 0)
-    assert used.shared <= 1024 and wanted(s)["shared"] <= 99 * 1024
+    assert used.shared <= 1024 and of_backward(s)["shared"] <= 99 * 1024
 
 
 @pytest.mark.parametrize("kernel, d, variant, major", CELLS)
@@ -105,7 +92,7 @@ def test_ptx_for_later_architectures(kernel):
     image = nvrtc.library(12).build(s)
     text = image.code.decode()
     assert image.kind == "ptx" and ".target sm_80" in text and re.search(r"^\.version 8\.[0-8]$", text, re.MULTILINE)
-    assert text.count("mma.sync.aligned.m16n8k16") == 2 * wanted(s)["products"]
+    assert text.count("mma.sync.aligned.m16n8k16") == 2 * of_backward(s)["products"]
     assert "cp.async.cg.shared.global" in text and "__local_depot" not in text
 
 
@@ -122,5 +109,5 @@ def test_amd(kernel, d, arch, amd_compiler):
     assert used.stack == used.shared == 0 and resources.count(used, "scratch_") == 0
     assert resources.count(used, "global_load_dwordx4") > 0
     if kernel != "rows":
-        assert resources.count(used, "v_mfma_f32_16x16x16") == wanted(s)["products"]
-        assert wanted(s)["shared"] <= 64 * 1024
+        assert resources.count(used, "v_mfma_f32_16x16x16") == of_backward(s)["products"]
+        assert of_backward(s)["shared"] <= 64 * 1024
