@@ -123,6 +123,18 @@ cuda = (torch.version.cuda or "").split(".")[0]
 print("rocm" if torch.version.hip else f"cuda{cuda}" if cuda in ("12", "13") else "")'
 }
 
+# The version of the environment's torch as pip knows it: torch's own may say behind it what it was built for (+cu130).
+torch_release() {
+    "$VENV/bin/python" - "$TORCH_VERSION" <<'EOF'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+try:
+    print(version("torch"))
+except PackageNotFoundError:
+    print(sys.argv[1].partition("+")[0])
+EOF
+}
+
 # install_xattn EXTRA: the checkout with that extra, from new or as little of it as changed since the last time.
 install_xattn() {
     local extra=$1 gpu stamp=$VENV/xattn-$1.stamp sources=$VENV/xattn-sources.stamp wanted tree
@@ -135,7 +147,7 @@ install_xattn() {
         gpu=$(gpu_extra)
         say "installing xattn[$extra${gpu:+,$gpu}]"
         # The constraint: what a dependency wants of torch may fail, but must not replace it.
-        echo "torch==$TORCH_VERSION" >"$VENV/constraints.txt"
+        echo "torch==$(torch_release)" >"$VENV/constraints.txt"
         "$VENV/bin/pip" install --constraint "$VENV/constraints.txt" "${ROOT}[$extra${gpu:+,$gpu}]"
         echo "$wanted" >"$stamp"
     elif [[ $(cat "$sources" 2>/dev/null) != "$tree" ]]; then

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -392,3 +393,19 @@ def test_a_model_that_cannot_be_captured(folder, capsys, monkeypatch):
     assert data["notes"] == [
         "decoding without graphs only, as the step cannot be captured: operation not permitted when stream is capturing"
     ]
+
+
+@pytest.mark.parametrize("metadata, wanted", [("2.13.0", "2.13.0"), ("2.13.0+cpu", "2.13.0+cpu"), (None, "2.13.0")])
+def test_torch_is_held_to_what_pip_knows_it_as(tmp_path, metadata, wanted):
+    """Its own version says what it was built for, which the release that an index offers may not."""
+    site, place = tmp_path / "site", tmp_path / "venv" / "bin" / "python"
+    place.parent.mkdir(parents=True)
+    if metadata:
+        (site / f"torch-{metadata}.dist-info").mkdir(parents=True)
+        (site / f"torch-{metadata}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {metadata}\n")
+    place.write_text(f'#!/bin/bash\nPYTHONPATH="{site}" exec "{sys.executable}" -S "$@"\n')
+    place.chmod(0o755)
+    script = f'. "{CI_DEMO.parent}/common.sh"; TORCH_VERSION=2.13.0+cu130; torch_release'
+    env = os.environ | {"XATTN_VENV": str(tmp_path / "venv")}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout == f"{wanted}\n", done.stderr
