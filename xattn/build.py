@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -163,6 +164,19 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+@contextmanager
+def _held(number: signal.Signals) -> Iterator[None]:
+    """A signal waits until the end."""
+    if not hasattr(signal, "pthread_sigmask"):  # not POSIX
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _outcomes(waiting: list[ImageSpec], jobs: int) -> Iterator[tuple[ImageSpec, _Compiled | Exception]]:
     """Each image's, as they become ready. Processes, not threads: NVRTC compiles one program at a time."""
     if jobs == 1:
@@ -173,7 +187,8 @@ def _outcomes(waiting: list[ImageSpec], jobs: int) -> Iterator[tuple[ImageSpec, 
                 yield spec, error
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
-        running = {pool.submit(_compile, spec): spec for spec in waiting}
+        with _held(signal.SIGINT):  # a process that starts has it held, too, until it ignores it
+            running = {pool.submit(_compile, spec): spec for spec in waiting}
         try:
             for future in as_completed(running):
                 outcome: _Compiled | Exception
