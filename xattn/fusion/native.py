@@ -20,6 +20,8 @@ from .lower import RULES, Lowering, Refused, name_of_operation
 
 operations  # noqa: B018 - the rules are there when it is imported
 
+_MOST_STEPS = 4
+
 
 def literals(fn: Any, graph: torch.fx.GraphModule) -> frozenset[int]:
     """The whole numbers in ``graph`` that stand in the code of ``fn`` or of a function that it holds."""
@@ -56,9 +58,12 @@ def lowered(
     except Refused as error:
         refused = error
     node = next((n for n in graph.graph.nodes if n.name == refused.node), None)
-    table = _decompositions(graph)
-    if table:
-        simpler = make_fx(graph, decomposition_table=table)(*example)
+    simpler = graph
+    for _ in range(_MOST_STEPS):  # what an operation is made of may have none either
+        table = _decompositions(simpler)
+        if not table:
+            break
+        simpler = make_fx(simpler, decomposition_table=table)(*example)
         with contextlib.suppress(Refused):
             return Lowering(role, known).run(simpler), ""
     return None, f"{refused.operation} ({_where(fn, node, example, call)})"

@@ -46,8 +46,9 @@ def trace(
     """The key of ``fn``'s traced form and its aux tensors: those given, then those it captured. ``role`` is a key of
     SIGNATURES, ``dtype`` that of the value that the function is given.
 
-    The function is called once, with 0-d tensors. Tensors that it captured may require gradients. Under torch.compile
-    it must come from outside the compiled function and hold tensors, numbers and functions, no objects that hold them.
+    The function is called once, with 0-d tensors, and once more where it is told which line of it kernels cannot have.
+    Tensors that it captured may require gradients. Under torch.compile it must come from outside the compiled function
+    and hold tensors, numbers and functions, no objects that hold them.
     Raises ValueError where it cannot be called so, UnsupportedError where it reads a value on the host, writes into
     what it holds, or cannot be mapped over elements.
     """
