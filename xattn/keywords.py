@@ -12,27 +12,32 @@ from .fusion import Epilogue
 from .rotary import Rotary
 
 
-class Common(TypedDict, total=False):
-    """Of all three calls."""
+class Shards(TypedDict, total=False):
+    """Of ``context_parallel``."""
 
     causal: bool
     window: tuple[int | None, int | None] | None
     softmax_scale: float | None
     softcap: float
-    attn_mask: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     dropout_p: float
     dropout_rng: Tensor | None
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
-    epilogue: Epilogue | None
     q_scale: float | Tensor | None
     k_scale: float | Tensor | None
     v_scale: float | Tensor | None
     deterministic: bool | None
-    out: Tensor | None
     backend: str | None
+
+
+class Common(Shards, total=False):
+    """Of all three calls."""
+
+    attn_mask: Tensor | None
+    epilogue: Epilogue | None
+    out: Tensor | None
 
 
 class Dense(Common, total=False):
@@ -53,23 +58,3 @@ class Paged(Common, total=False):
     rotary: Rotary | None
     kv_layout: str
     num_splits: int | None
-
-
-class Shards(TypedDict, total=False):
-    """Of ``context_parallel``."""
-
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    softmax_scale: float | None
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    dropout_p: float
-    dropout_rng: Tensor | None
-    score_mod: Callable[..., Any] | None
-    mask_mod: Callable[..., Any] | None
-    q_scale: float | Tensor | None
-    k_scale: float | Tensor | None
-    v_scale: float | Tensor | None
-    deterministic: bool | None
-    backend: str | None

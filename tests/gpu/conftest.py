@@ -5,8 +5,26 @@ import warnings
 
 import pytest
 import torch
+from gpu.native import BACKENDS, LAUNCHERS
 
 import xattn
+from xattn import launch, repeats
+
+
+@pytest.fixture(params=LAUNCHERS or ["bindings"])
+def launcher(request):
+    """One launcher after the other, with nothing remembered or reported before."""
+    repeats.forget()
+    xattn.check_errors()
+    with launch.using(request.param):
+        yield request.param
+    repeats.forget()
+    xattn.check_errors()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
 
 
 @pytest.fixture

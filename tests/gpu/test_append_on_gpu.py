@@ -8,20 +8,12 @@ import math
 import pytest
 import torch
 from append_cases import BAD, CASES, TANGLED, bits, copied, made, on
-from gpu.test_native_on_gpu import CUDA, LAUNCHERS, PAGED, paged_step, randn
+from gpu.native import CUDA
+from gpu.test_native_on_gpu import PAGED, paged_step, randn
 
 import xattn
-from xattn import appends, dispatch, launch, repeats
+from xattn import appends, dispatch, repeats
 from xattn.append_call import Append
-
-
-@pytest.fixture(params=LAUNCHERS or ["bindings"])
-def launcher(request):
-    repeats.forget()
-    xattn.check_errors()
-    with launch.using(request.param):
-        yield request.param
-    repeats.forget()
 
 
 def native(x: Append, backend: str):

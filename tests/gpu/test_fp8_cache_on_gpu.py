@@ -6,30 +6,15 @@ from __future__ import annotations
 import fp8_codes
 import pytest
 import torch
+from gpu.native import CUDA
 from gpu.test_append_on_gpu import tables
-from gpu.test_native_on_gpu import BACKENDS, CUDA, LAUNCHERS, agree, paged_step, randn
+from gpu.test_native_on_gpu import agree, paged_step, randn
 
 import xattn
-from xattn import launch, repeats
 from xattn.device import from_arch
 from xattn.forward_call import CACHES
 
 ELEMENTS = pytest.mark.parametrize("element", [torch.bfloat16, torch.float16], ids=str)
-
-
-@pytest.fixture(params=LAUNCHERS or ["bindings"])
-def launcher(request):
-    repeats.forget()
-    xattn.check_errors()
-    with launch.using(request.param):
-        yield request.param
-    repeats.forget()
-    xattn.check_errors()
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -4,41 +4,18 @@ streams, graphs, threads, large shapes, calls that come again, what images cost.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import threading
 import time
 
-import cases
 import pytest
 import torch
+from gpu.native import BACKENDS, CUDA
 
 import xattn
-from xattn import images, jit, launch, launch_library, repeats
+from xattn import images, jit, launch, repeats
 from xattn.backends import REGISTRY
-
-CUDA = torch.device("cuda")
-TARGETS = [t for t in cases.targets() if t.device == "cuda" and next(b for b in REGISTRY if b.name == t.backend).native]
-BACKENDS = [t.backend for t in TARGETS] or ["sm80"]  # without a GPU all of this is skipped
-LAUNCHERS = [
-    *(["library"] if launch_library.find() else []),
-    *(["bindings"] if importlib.util.find_spec("cuda") or importlib.util.find_spec("hip") else []),
-]
-
-
-@pytest.fixture(params=LAUNCHERS or ["bindings"])
-def launcher(request):
-    repeats.forget()
-    with launch.using(request.param):
-        yield request.param
-    repeats.forget()
-    xattn.check_errors()
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 def randn(*shape, dtype=torch.bfloat16):

@@ -7,22 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.native import CUDA
 
 import xattn
 from xattn import jit
-from xattn.backends import REGISTRY
 from xattn.images import Store
-
-CUDA = torch.device("cuda")
-NATIVE = [b.name for b in REGISTRY if b.native]
-
-
-@pytest.fixture(params=NATIVE)
-def backend(request):
-    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=CUDA)
-    if not xattn.supported(q, q, q, backend=request.param):
-        pytest.skip("needs another GPU")
-    return request.param
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

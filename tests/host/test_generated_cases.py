@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import cases
@@ -11,35 +12,33 @@ import pytest
 HEAD_DIMS = [(16, 16), (64, 64), (72, 40)]
 
 
+def check_all(found: Iterable[cases.Case], target: cases.Target) -> int:
+    """Checks each, names the one that fails, and counts them."""
+    done = 0
+    for case in found:
+        try:
+            cases.check(cases.make(case, "cpu"), target)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+        done += 1
+    return done
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["attention", "varlen", "paged"])
 def test_generated_cases(target, kind):
     able, _ = cases.values_for(kind, target)
     able = able | {"head_dims": HEAD_DIMS, "heads": [(2, 1), (1, 3), (1, 12)] if kind == "paged" else [(2, 1), (1, 3)]}
-    done = 0
     # test_backward.py and test_user_functions_in_kernels.py ask for these: each has images of its own.
     able |= {name: [""] for name in ("grads", "score_mod", "mask_mod")}
-    for row in cases.pairwise(able):
-        case = replace(cases._base(kind, target), **row)
-        try:
-            cases.check(cases.make(case, "cpu"), target)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
-        done += 1
-    assert done > 20
+    base = cases._base(kind, target)
+    assert base is not None
+    assert check_all((replace(base, **row) for row in cases.pairwise(able)), target) > 20
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_generated_cases_of_fp8_caches(target):
-    done = 0
-    for case in cases.of_fp8(
-        "paged", target, heads=[(2, 1), (1, 3), (1, 12)], head_dims=[(16, 16), (64, 64), (48, 80)]
-    ):
-        try:
-            cases.check(cases.make(case, "cpu"), target)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
-        done += 1
-    assert done > 40
+    values = {"heads": [(2, 1), (1, 3), (1, 12)], "head_dims": [(16, 16), (64, 64), (48, 80)]}
+    assert check_all(cases.of_fp8("paged", target, **values), target) > 40

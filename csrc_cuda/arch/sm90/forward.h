@@ -21,11 +21,11 @@
 // where it is kept. What a tile is, is read from its Work again where it is needed, and costs none.
 #pragma once
 
+#include "arch/sm90/loader.h"
 #include "arch/sm90/tiles.h"
 #include "arch/sm90/tma.h"
 #include "arch/sm90/transpose.h"
 #include "arch/sm90/wgmma.h"
-#include "kernels/paging.h"
 #include "kernels/params.h"
 #include "kernels/scores.h"
 #include "kernels/softmax.h"
@@ -57,6 +57,7 @@ struct Sm90Forward {
     static constexpr int kQueries = Config::q_stages, kWorks = 4;
     static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
     static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr bool kPaged = Config::paged, kKeepQ = Config::keep_q;
     static constexpr int kWidth = sizeof(Element);
     static constexpr bool kNarrow = kWidth == 1;
     static constexpr int kLoaders = Config::paged ? 2 : 1, kTransposers = kNarrow ? 2 : 0;  // warps
@@ -140,11 +141,11 @@ struct Sm90Forward {
                                                             params.tiles, params.queue,    thread}
                     .run();
             } else if (Config::paged && warp == 1) {
-                Loader(params, buffers, thread % 32).template run_paged<false>();
+                Loader<Sm90Forward>(params, buffers, thread % 32).template run_paged<false>();
             } else if (Config::paged && warp == 2) {
-                Loader(params, buffers, thread % 32).template run_paged<true>();
+                Loader<Sm90Forward>(params, buffers, thread % 32).template run_paged<true>();
             } else if (!Config::paged && warp == 1 && elected()) {
-                Loader(params, buffers, thread % 32).run();
+                Loader<Sm90Forward>(params, buffers, thread % 32).run();
             } else if (kNarrow && warp >= 2) {
                 Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
             }
@@ -154,150 +155,6 @@ struct Sm90Forward {
             consumer.run();
         }
     }
-
-    // ---------------------------------------------------------------- the loader: one lane, or of a paged cache 64
-    struct Loader {
-        const Params& params;
-        const Buffers buffers;
-        const int lane;
-        Ring<kWorks> works;
-        Ring<kQueries> q{1};
-        Ring<kStages> k{1}, v{1};
-        u32 loaded = 0;  // tiles
-
-        // Where a sequence's keys are for a tile's head.
-        struct Keys {
-            s32 row, head, sequence, seqlen_k;
-        };
-        struct Tile {
-            s32 row_q, head, sequence, n_first, n_last;
-            Keys keys;
-        };
-        // Of a paged cache, where this lane's piece of a block is; the page behind the last one reads as 0.
-        struct Piece {
-            s32 page, slot;
-        };
-
-        XATTN_DEVICE Loader(const Params& ps, const Buffers& b, int lane_) : params(ps), buffers(b), lane(lane_) {}
-
-        // Of tensors: one lane loads all.
-        XATTN_DEVICE void run() {
-            tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
-            // Of the tile before, the block whose V is loaded behind the first K of this one.
-            Keys keys_before;
-            s32 pending = -1;
-            for (Tile tile; next(tile);) {
-                const Keys& keys = tile.keys;
-                // A single Q that is read to the end is free too late for V to wait behind it.
-                constexpr bool v_first = kQueries == 1 && !Config::keep_q;
-                if (v_first && pending >= 0) load_v(keys_before, pending, {});
-                load_q(tile);
-                load_k(keys, tile.n_last, {});
-                if (!v_first && pending >= 0) load_v(keys_before, pending, {});
-                for (s32 n = tile.n_last - 1; n >= tile.n_first; --n) load_k(keys, n, {}), load_v(keys, n + 1, {});
-                keys_before = keys, pending = tile.n_first;
-                release();
-            }
-            if (pending >= 0) load_v(keys_before, pending, {});
-        }
-        // Of a paged cache: a warp loads Q and K, another V, as a box for every page takes a warp's time.
-        template <bool values>
-        XATTN_DEVICE void run_paged() {
-            if (leads()) tma_prefetch(&params.q), tma_prefetch(values ? &params.v : &params.k);
-            for (Tile tile; next(tile);) {
-                Piece piece = find(tile.keys, tile.n_last);
-                if (!values) load_q(tile);
-                for (s32 n = tile.n_last; n >= tile.n_first; --n) {
-                    const Piece ahead = find(tile.keys, max_of(n - 1, tile.n_first));
-                    if (values)
-                        load_v(tile.keys, n, piece);
-                    else
-                        load_k(tile.keys, n, piece);
-                    piece = ahead;
-                }
-                release();
-            }
-        }
-
-      private:
-        XATTN_DEVICE bool leads() const { return !Config::paged || lane == 0; }
-
-        // The next tile; false where there is none.
-        XATTN_DEVICE bool next(Tile& tile) {
-            buffers.work_full(works.stage()).wait(works.parity());
-            const u32 at = buffers.work(works.stage());
-            const Work::Rows rows = Work::Rows::at(at);
-            if (rows.rows == Work::kEnd) return false;
-            const typename Work::Keys range = Work::Keys::at(at);
-            const Work::Start start = Work::Start::at(at);
-            works.next();
-            tile = {start.row_q,
-                    rows.head,
-                    params.p.cu_seqlens_q ? 0 : rows.sequence,
-                    range.n_first,
-                    range.n_last,
-                    {start.row_k, s32(quotient(u32(rows.head), params.p.gqa_ratio)),
-                     params.p.cu_seqlens_k ? 0 : rows.sequence, range.seqlen_k}};
-            return true;
-        }
-        // The tile's loads are issued. The loader says so of a Work only when it has loaded some tiles more: the later
-        // a tile is taken, the better tiles are spread at the end. Finding a short one must not be waited for.
-        XATTN_DEVICE void release() {
-            const u32 lag = params.p.cu_seqlens_q ? 0 : kWorks - 1;
-            if (leads() && loaded >= lag) buffers.work_empty((loaded - lag) % kWorks).arrive();
-            ++loaded;
-        }
-        XATTN_DEVICE static s32 column(u32 panel) { return s32(panel * (128 / kWidth)); }
-
-        // Asked a block ahead: the page table is far away.
-        XATTN_DEVICE Piece find(const Keys& keys, s32 n) const {
-            if (!Config::paged) return {};
-            const s32 row = lane * params.piece, position = n * kTileN + row;
-            PageTable::Place place{-1, 0};
-            if (row < kTileN && position < keys.seqlen_k) place = PageTable::of(params.p, keys.sequence).at(position);
-            return {place.page < 0 ? params.p.num_pages : place.page, place.slot};
-        }
-        XATTN_DEVICE void load_q(const Tile& tile) {
-            const Barrier full = buffers.q_full(q.stage());
-            buffers.q_empty(q.stage()).wait(q.parity());
-            if (leads()) {
-                full.arrive_and_expect(kBytesQ);
-                XATTN_UNROLL
-                for (u32 c = 0; c < kPanels; ++c)
-                    tma_load(buffers.q(q.stage()) + c * kPanelQ, &params.q, full, column(c), tile.row_q, tile.head,
-                             tile.sequence);
-            }
-            q.next();
-        }
-        XATTN_DEVICE void load_k(const Keys& keys, s32 n, const Piece& piece) {
-            const Barrier full = buffers.k_full(k.stage());
-            buffers.k_empty(k.stage()).wait(k.parity());
-            if (leads()) full.arrive_and_expect(kBytesK);
-            load<kPanels>(buffers.k(k.stage()), &params.k, full, keys, n, piece);
-            k.next();
-        }
-        XATTN_DEVICE void load_v(const Keys& keys, s32 n, const Piece& piece) {
-            const Barrier full = buffers.landed_full(v.stage());
-            buffers.landed_empty(v.stage()).wait(v.parity());
-            if (leads()) full.arrive_and_expect(kBytesLanded);
-            load<kPanelsV>(buffers.landed(v.stage()), &params.v, full, keys, n, piece);
-            v.next();
-        }
-        template <u32 panels>
-        XATTN_DEVICE void load(u32 target, const TensorMap* map, Barrier full, const Keys& keys, s32 n,
-                               const Piece& piece) const {
-            const s32 row = lane * params.piece;
-            if (Config::paged && row >= kTileN) return;
-            XATTN_UNROLL
-            for (u32 c = 0; c < panels; ++c) {
-                if (Config::paged)
-                    tma_load(target + c * kPanelK + row * 128, map, full, column(c), piece.slot, keys.head, piece.page);
-                else
-                    tma_load(target + c * kPanelK, map, full, column(c), keys.row + n * kTileN, keys.head,
-                             keys.sequence);
-            }
-        }
-    };
 
     // ---------------------------------------------------------------- a consumer: one of 128 lanes
     struct Consumer {
