@@ -31,7 +31,10 @@ _ROWS_TILE: Fields = (("tile_m", 64), ("num_warps", 4), ("min_blocks", 1))
 # Inputs that must lie at multiples of 16 bytes stand first.
 _ALIGNED = ("q", "k", "v", "dout", "out")
 # Arguments beside tensors that a launch depends on.
-_OPTIONS = ("causal", "window_left", "window_right", "softmax_scale", "softcap", "max_seqlen_q", "max_seqlen_k")
+_OPTIONS = (
+    *("causal", "window_left", "window_right", "softmax_scale", "softcap", "dropout_p"),
+    *("max_seqlen_q", "max_seqlen_k"),
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ def _run(
     body: BackwardBody, x: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
     names = [name for (name, _), w in zip(x.differentiable(), wanted, strict=True) if w]
-    given = {n: t for n in TENSORS[x.kind] if (t := getattr(x, n)) is not None}
+    names_of_tensors = (*TENSORS[x.kind], *(("dropout_rng",) if x.dropout_p else ()))
+    given = {n: t for n in names_of_tensors if (t := getattr(x, n)) is not None}
     given |= {"dout": dout.to(out.dtype), "out": out, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse

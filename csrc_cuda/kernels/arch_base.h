@@ -75,6 +75,9 @@ struct ArchBase {
     XATTN_DEVICE static void store_float(Shared at, float x) { Isa::store_shared(at, x); }
     XATTN_DEVICE static float load_float(Shared at) { return Isa::load_shared_float(at); }
     XATTN_DEVICE static void load_floats(float (&x)[4], Shared at) { Isa::load_shared_floats(x, at); }
+    // ---- and other numbers
+    XATTN_DEVICE static void store_byte(Shared at, u32 x) { Isa::store_shared8(at, x); }
+    XATTN_DEVICE static u32 load_word(Shared at) { return Isa::bits(Isa::load_shared_float(at)); }
 
     // ---- 16 bytes of global memory at once, from where 16 divides the address
     template <class Word>

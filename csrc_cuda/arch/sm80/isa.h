@@ -113,6 +113,9 @@ struct IsaSm80 {
     XATTN_DEVICE static void store_shared(u32 at, u32 x) {
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
     }
+    XATTN_DEVICE static void store_shared8(u32 at, u32 x) {
+        asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+    }
     XATTN_DEVICE static void store_shared(u32 at, const Chunk& c) {
         asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(c.word[0]), "r"(c.word[1]),
                      "r"(c.word[2]), "r"(c.word[3])
