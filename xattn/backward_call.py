@@ -249,7 +249,8 @@ class _Launches:
         own = 2 * c["tile_m"] * (c["head_dim"] + c["head_dim_v"])
         walked = 2 * c["num_stages"] * c["tile_n"] * (c["head_dim"] + c["head_dim_v"])
         dq = Output(slot(BackwardParams, "dq"), tuple(self.x.q.shape), self.x.q.dtype)
-        return self._call("queries", self._fields("queries"), params, self._query_tiles(params), own + walked, (dq,))
+        shared = own + walked + 2 * self._kept(c["tile_m"], max(64, c["tile_n"]))
+        return self._call("queries", self._fields("queries"), params, self._query_tiles(params), shared, (dq,))
 
     def keys(self, give: tuple[str, ...]) -> Call:
         """``give``: of which of k and v the gradient is made."""
@@ -274,8 +275,13 @@ class _Launches:
         params.part = 0 if len(give) == 2 else 1 if give == ("v",) else 2
         own = 2 * c["tile_n"] * (c["head_dim"] + c["head_dim_v"])
         walked = c["num_stages"] * c["tile_m"] * (2 * (c["head_dim"] + c["head_dim_v"]) + 8)
+        shared = own + walked + c["num_stages"] * self._kept(c["tile_m"], c["tile_n"])
         blocks = tiles.sequences * tiles.heads_q * tiles.m_blocks * (len(give) if c["parts"] == 2 else 1)
-        return self._call("keys", self._fields("keys"), params, blocks, own + walked, tuple(outputs))
+        return self._call("keys", self._fields("keys"), params, blocks, shared, tuple(outputs))
+
+    def _kept(self, queries: int, keys: int) -> int:
+        """Bytes of shared memory for what dropout keeps of a tile: KeptTile of csrc_cuda/kernels/dropout.h."""
+        return -(-keys // 64) * 8 * (queries + 8) if self.x.dropout_p else 0
 
     def _tile(self, kernel: str) -> tuple[tuple[str, int], ...]:
         return self.body.tile(kernel, self.x.head_dim, self.x.head_dim_v)
