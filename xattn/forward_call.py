@@ -142,14 +142,17 @@ class ForwardBody:
     section_bytes: int
     most_threads: int | None = None
 
-    def tile(self, head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
-        return chosen_tile(self.tiles, TILE_NAMES, head_dim, head_dim_v)
+    def tile(self, head_dim: int, head_dim_v: int, dropout: bool = False) -> tuple[tuple[str, int], ...]:
+        """With dropout tiles have 64 keys at most, those of one evaluation of its numbers, which need registers."""
+        found = chosen_tile(self.tiles, TILE_NAMES, head_dim, head_dim_v)
+        return tuple((n, min(64, size) if dropout and n == "tile_n" else size) for n, size in found)
 
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""
         for (d, dv), paged in product(padded_dims(self.tiles), (False, True)):
             for name, chosen in variants(paged):
-                yield ImageSpec(self.entry, self.fields(("element", name), self.tile(d, dv), paged, chosen), arch)
+                sizes = self.tile(d, dv, drops(chosen))
+                yield ImageSpec(self.entry, self.fields(("element", name), sizes, paged, chosen), arch)
 
     def fields(self, element: tuple[str, str], sizes: Fields, paged: bool, chosen: Fields) -> Fields:
         return (element, *sizes, ("keep_q", False), ("paged", paged), *chosen)
@@ -317,9 +320,14 @@ def _switches(
     dropout: bool = False,
 ) -> Fields:
     plain = not (softcap or alibi or attn_mask != "none")
-    drops: Fields = (("dropout", True),) if dropout else ()
+    last: Fields = (("dropout", True),) if dropout else ()
     fixed: Fields = (("any_scale", any_scale and plain), ("softcap", softcap), ("alibi", alibi))
-    return (*fixed, ("attn_mask", attn_mask), *drops)
+    return (*fixed, ("attn_mask", attn_mask), *last)
+
+
+def drops(switches: Fields) -> bool:
+    """Whether the image has dropout."""
+    return ("dropout", True) in switches
 
 
 def variants(

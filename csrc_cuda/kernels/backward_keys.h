@@ -52,7 +52,8 @@ struct BackwardKeys {
     using Scores = Accumulator[kRowGroups][kAtOnce];
     using OfK = Accumulator[kRowGroups][kDim / 16];
     using OfV = Accumulator[kRowGroups][kDimV / 16];
-    using Bits = u32[kRowGroups][kAtOnce];  // one for each element of an accumulator: whether its weight is kept
+    using Bits = u32[kAtOnce][Arch::kElements / 2];  // what KeptTile says of two neighbours, for all row groups
+    static_assert(!Config::dropout || 4 % kRowGroups == 0, "the keys of a warp lie in one block of 64");
 
     XATTN_DEVICE static void run(const BackwardParams& b, Shared shared) {
         const u32 index = Arch::block_index();
@@ -249,7 +250,7 @@ struct BackwardKeys {
                       lane);
                 Bits kept;
                 if constexpr (Config::dropout)
-                    load_kept(kept, shared + kKept + stage * Kept::bytes, m, (key0 & 63) + warp_row, lane);
+                    load_kept(kept, shared + kKept + stage * Kept::bytes, m, ((key0 & 63) + warp_row) / 16, lane);
                 if constexpr (kOfV && Config::dropout) {
                     Scores left;
                     drop(left, w, kept);
@@ -319,33 +320,32 @@ struct BackwardKeys {
             }
         }
 
-        // `query`, `key`: of the warp's first element, as KeptTile counts them.
-        XATTN_DEVICE static void load_kept(Bits& kept, Shared tile, int query, int key, int lane) {
+        // `query`: the first one; `sixteen`: the warp's first 16 keys, as KeptTile counts them.
+        XATTN_DEVICE static void load_kept(Bits& kept, Shared tile, int query, int sixteen, int lane) {
             XATTN_UNROLL
-            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
-            for (int n = 0; n < kAtOnce; ++n) {
-                kept[g][n] = 0;
-                XATTN_UNROLL
-                for (int e = 0; e < Arch::kElements; ++e) {
-                    if (Arch::col_slot(e) % 2 != 0) continue;
-                    const u32 two = Kept::at(tile, query + n * 16 + Arch::col_of(lane, e),
-                                             key + g * 16 + Arch::row_of(lane, Arch::row_slot(e)));
-                    kept[g][n] |= ((two & 1) | (two >> 7 & 2)) << e;
-                }
+            for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
+            for (int e = 0; e < Arch::kElements; ++e) {
+                if (Arch::col_slot(e) % 2 != 0) continue;
+                kept[n][e / 2] = Kept::bits(tile, query + n * 16 + Arch::col_of(lane, e), sixteen,
+                                            Arch::row_of(lane, Arch::row_slot(e)));
             }
+        }
+        XATTN_DEVICE static bool is_kept(const Bits& kept, int g, int n, int e) {
+            return kept[n][e / 2] >> (2 * g + 8 * (Arch::col_slot(e) % 2)) & 1;
         }
         XATTN_DEVICE static void drop(Scores& left, const Scores& w, const Bits& kept) {
             XATTN_UNROLL
             for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
             for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
-            for (int e = 0; e < Arch::kElements; ++e) left[g][n].x[e] = kept[g][n] >> e & 1 ? w[g][n].x[e] : 0.0f;
+            for (int e = 0; e < Arch::kElements; ++e)
+                left[g][n].x[e] = is_kept(kept, g, n, e) ? w[g][n].x[e] : 0.0f;
         }
         XATTN_DEVICE static void through_dropout(const Gradient& gradient, Scores& ds, const Bits& kept) {
             XATTN_UNROLL
             for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
             for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
             for (int e = 0; e < Arch::kElements; ++e)
-                ds[g][n].x[e] = gradient.through_dropout(ds[g][n].x[e], kept[g][n] >> e & 1);
+                ds[g][n].x[e] = gradient.through_dropout(ds[g][n].x[e], is_kept(kept, g, n, e));
         }
 
         // Gradients of the weights to those of the products, but for softmax_scale.

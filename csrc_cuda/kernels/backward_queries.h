@@ -174,7 +174,7 @@ struct BackwardQueries {
             if (!whole) hide(visible, w, first_row, key0 + n0, lane);
             Products::template rows_by_rows<kDimV, LayoutO, LayoutV>(ds, po, v_rows, n0);
             if constexpr (Config::dropout)
-                through_dropout(gradient, ds, kept_of(shared, key0), warp_row, key0 % kSpan + n0, lane);
+                through_dropout(gradient, ds, kept_of(shared, key0), warp_row, (key0 % kSpan + n0) / 16, lane);
             XATTN_UNROLL
             for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
             for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
@@ -185,18 +185,20 @@ struct BackwardQueries {
         }
     }
 
-    // `query`, `key`: of the warp's first element, as KeptTile counts them.
-    XATTN_DEVICE static void through_dropout(const Gradient& gradient, Scores& ds, Shared tile, int query, int key,
+    // `query`: the warp's first one; `sixteen`: the first 16 keys, as KeptTile counts them.
+    XATTN_DEVICE static void through_dropout(const Gradient& gradient, Scores& ds, Shared tile, int query, int sixteen,
                                              int lane) {
+        static_assert(4 % kAtOnce == 0, "the keys that are at hand at once lie in one block of 64");
         XATTN_UNROLL
         for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
-        for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
         for (int e = 0; e < Arch::kElements; ++e) {
             if (Arch::col_slot(e) % 2 != 0) continue;
-            const u32 two = Kept::at(tile, query + g * 16 + Arch::row_of(lane, Arch::row_slot(e)),
-                                     key + n * 16 + Arch::col_of(lane, e));
-            ds[g][n].x[e] = gradient.through_dropout(ds[g][n].x[e], two & 1);
-            ds[g][n].x[e + 1] = gradient.through_dropout(ds[g][n].x[e + 1], two & 2);
+            const u32 kept = Kept::bits(tile, query + g * 16 + Arch::row_of(lane, Arch::row_slot(e)), sixteen,
+                                        Arch::col_of(lane, e));
+            XATTN_UNROLL
+            for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
+            for (int i = 0; i < 2; ++i)
+                ds[g][n].x[e + i] = gradient.through_dropout(ds[g][n].x[e + i], kept >> (2 * n + i) & 1);
         }
     }
 

@@ -60,7 +60,7 @@ struct Dropout {
                 if (Arch::col_slot(e) % 2 != 0) continue;
                 const Row& row = rows[Arch::row_slot(e)];
                 const Words words =
-                    numbers((key >> 6) * 8 + (Arch::col_of(lane, e) >> 1), row.q_idx, sequence, row.head);
+                    numbers((key >> 6) * 8 + (Arch::col_of(lane, e) >> 1), Arch::fresh(row.q_idx), sequence, row.head);
                 XATTN_UNROLL
                 for (int n = 0; n < kShared; ++n) {
                     const u32 x = words.at(word + n);
@@ -85,7 +85,6 @@ struct KeptTile {
     // Every thread of the block takes part. `key0` lies in the first block.
     XATTN_DEVICE static void fill(Shared at, const Dropout& dropout, s32 sequence, s32 head, s32 row0, s32 key0,
                                   int thread) {
-        XATTN_UNROLL
         for (int i = 0; i < kGroups * kQueries; i += kThreads) {
             const int query = (i + thread) % kQueries, group = (i + thread) / kQueries;
             if (kGroups * kQueries % kThreads != 0 && group >= kGroups) break;
@@ -100,11 +99,12 @@ struct KeptTile {
         }
     }
 
-    // Bit 0: whether the weight of a query and a key is kept, both counted from those of the tile's first block; bit 1:
-    // the same of an even key's neighbour; bits 8 and 9: of the next query, where this one is even.
-    XATTN_DEVICE static u32 at(Shared tile, int query, int key) {
-        const Shared group = tile + ((key >> 6) * 8 + ((key >> 1) & 7)) * kPitch;
-        return Arch::load_word(group + (query & ~3)) >> (8 * (query & 3) + ((key >> 3) & 6) + (key & 1));
+    // Bit 0: whether the weight of a query and of key `key` of a group of 16 keys is kept, the groups counted from the
+    // first block; bit 1: the same of the next key, where this one is even; bit 2: of the group behind, where that is in
+    // the same block; bit 8: of the next query, where this one is even.
+    XATTN_DEVICE static u32 bits(Shared tile, int query, int sixteen, int key) {
+        const Shared at = tile + ((sixteen >> 2) * 8 + (key >> 1)) * kPitch + (query & ~3);
+        return Arch::load_word(at) >> (8 * (query & 3) + 2 * (sixteen & 3) + (key & 1));
     }
 };
 

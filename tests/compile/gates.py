@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, ConfigValue]] = {
     "boolean": {"attn_mask": "boolean"},
     "added16": {"attn_mask": "added16"},
     "added32": {"attn_mask": "added32"},
+    "dropout": {"dropout": True},
 }
 PAGED_VARIANTS: dict[str, dict[str, ConfigValue]] = {
     "": {},
@@ -67,7 +68,8 @@ def spec(name: str, arch: str) -> ImageSpec:
     kind, dim, variant = (*words, "")[:3]
     backend = sm80 if ARCHS[arch].entry == _SM80 else cdna
     changed = (FP8_VARIANTS if kind == "decode-fp8" else PAGED_VARIANTS if kind else VARIANTS)[variant]
-    chosen = {name: changed.get(name, value) for name, value in _PLAIN.items()}
+    dropout = bool(changed.get("dropout"))
+    chosen = {name: changed.get(name, value) for name, value in _PLAIN.items()} | ({"dropout": True} if dropout else {})
     element = ("element", str(changed.get("element", "bf16")))
     forward, decode, dims = backend.BODY, backend.DECODE, (int(dim[1:]), int(dim[1:]))
     if kind == "decode-fp8":
@@ -77,7 +79,9 @@ def spec(name: str, arch: str) -> ImageSpec:
     switches = tuple(chosen.items())
     if kind == "decode":
         return ImageSpec(decode.entry, decode.fields(element, decode.tile(*dims), switches), arch)
-    return ImageSpec(forward.entry, forward.fields(element, forward.tile(*dims), kind == "paged", switches), arch)
+    return ImageSpec(
+        forward.entry, forward.fields(element, forward.tile(*dims, dropout), kind == "paged", switches), arch
+    )
 
 
 # Shipped images: every variant. NVRTC 12.9, 13.0 and 13.5 use the same. 255 registers are all that a thread can have;
@@ -94,6 +98,9 @@ _SHIPPED = {
     "d128 added32": (255, 340),
     "d256": (255, 0),
     "d256 softcap alibi": (255, 0),
+    "d64 dropout": (255, 0),
+    "d128 dropout": (255, 96),
+    "d256 dropout": (255, 0),
     "paged d64": (255, 112),
     "paged d128": (255, 96),
     "paged d128 softcap alibi tree": (255, 248),
@@ -128,6 +135,9 @@ _CDNA_REGISTERS = {
     "d128 added32": 129,
     "d256": 168,
     "d256 softcap alibi": 168,
+    "d64 dropout": 128,
+    "d128 dropout": 128,
+    "d256 dropout": 168,
     "paged d64": 128,
     "paged d128": 128,
     "paged d128 softcap alibi tree": 140,

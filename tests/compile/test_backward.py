@@ -20,7 +20,9 @@ DIMS = (64, 128, 256)
 KERNELS = ("keys", "queries")
 # Every mask once at head_dim 128, and the others plain; both compilers for the plain ones of 128.
 CELLS = [(kernel, 128, variant, 12) for kernel in KERNELS for variant in VARIANTS if variant != "fp16"]
-CELLS += [(kernel, d, "", 12) for kernel in KERNELS for d in (64, 256)] + [(kernel, 128, "", 13) for kernel in KERNELS]
+CELLS += [(kernel, d, variant, 12) for kernel in KERNELS for d in (64, 256) for variant in ("", "dropout")] + [
+    (kernel, 128, "", 13) for kernel in KERNELS
+]
 # Bytes that sm_80's images store and load again, by NVRTC 12.9 and 13 alike; the wanted number is 0, as elsewhere.
 SPILLS: dict[tuple[str, int, str], int] = {
     ("keys", 64, ""): 44,
@@ -30,6 +32,9 @@ SPILLS: dict[tuple[str, int, str], int] = {
     ("keys", 128, "added16"): 144,
     ("keys", 128, "added32"): 132,
     ("keys", 256, ""): 112,
+    ("keys", 64, "dropout"): 104,
+    ("keys", 128, "dropout"): 96,
+    ("keys", 256, "dropout"): 112,
 }
 # Of plain images for later architectures.
 LATER = {("keys", 128): 64}
@@ -50,6 +55,7 @@ def spec(body: backward_call.BackwardBody, kernel: str, d: int, arch: str, varia
     if kernel == "rows":
         return next(s for s in body.images(arch) if s.entry == body.entry("rows") and s.config[0] == element)
     switches = tuple((name, changed.get(name, value)) for name, value in _PLAIN.items())
+    switches += (("dropout", True),) if changed.get("dropout") else ()
     return ImageSpec(body.entry(kernel), (element, *body.tile(kernel, d, d), *switches), arch)
 
 
