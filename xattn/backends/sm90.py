@@ -18,7 +18,7 @@ from ..capability import HeadDims, Refusal
 from ..device import Device
 from ..device import of as device_of
 from ..forward_call import Fields
-from ..images import ImageSpec
+from ..images import ImageSpec, Source
 from ..inputs import Inputs, is_direct
 from ..kernel_call import Call, Shape, TensorMap
 from ..launch_params import ForwardParams
@@ -143,7 +143,7 @@ def tile(problem: Problem, size: SizeBucket) -> Tile:
 
 
 def _is_plain(switches: Fields) -> bool:
-    return all(value in (False, "none") for _, value in switches)
+    return all(not value.scores if isinstance(value, Source) else value in (False, "none") for _, value in switches)
 
 
 def _fields(element: tuple[str, str], sizes: Fields, paged: bool, switches: Fields) -> Fields:

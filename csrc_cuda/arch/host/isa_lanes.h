@@ -70,6 +70,7 @@ struct IsaHostLanes {
     static void widen(Element, Cache, u32 word, u32 (&x)[2]) {
         widen_in_software<IsaHostLanes, Element, Cache>(word, x);
     }
+    static u32 rounded_pair(float low, float high) { return rounded_pair_in_software<IsaHostLanes>(low, high); }
     static void store_shared(u32 at, float x) { memcpy(Block::current->at(at, 4), &x, 4); }
     static float load_shared_float(u32 at) {
         float x;
