@@ -1,0 +1,488 @@
+// Backward on Hopper, second: all gradients in five matrix products. A thread block has kTileN keys of one head of k and v
+// and walks the tiles of queries that see them, of every head that shares them:
+//
+//   S^T = K Q^T;  P^T = exp(S^T - lse);  dP^T = V dO^T;  dS^T = P^T (dP^T - delta);
+//   dV += P^T dO;  dK += dS^T Q;  dQ = dS K.
+//
+// Roles. One lane of warpgroup 0 gives: K and V once, then Q with its numbers and dO, in rings of two. The other two
+// warpgroups consume: each owns 64 keys, so that P^T and dS^T are operands as they stand in its registers, and dK and dV
+// stay there to the end. dS goes to shared memory as well, rows of queries, in two buffers: each warpgroup makes a half
+// of dQ from all of it, 64 rows of 128 or 64 columns of 128, and adds it to the sums in global memory.
+//
+// Order of a step, asynchronous products in brackets: [dP] behind S, which the step before issued; weights beside it;
+// [dV], [dQ of the step before]; dS beside them; [dK]; [S of the step that follows]; dQ of the step before is added to
+// global memory beside these. So some product is always under way, and whoever needs the other's half of dS waits for
+// what was written a step ago.
+//
+// Who waits for whom. q_full, o_full: TMA has delivered; q_empty, o_empty: every consumer warp has read to the end.
+// s_full: every consumer warp has written its part of a step's dS, and has done with dQ of the step before, whose buffer
+// is written next.
+//
+// What the order of additions changes is the rounding of dq; dk and dv are the same bit for bit.
+//
+// Registers of a consumer lane: kDim / 2 for dK, kDimV / 2 for dV, kTileM / 2 for S and for dP, 32 for dQ, kTileM / 4
+// for P and for dS as operands; S and dQ, which is issued when S has become P, are not alive at once with dP.
+#pragma once
+
+#include "arch/sm90/backward_params.h"
+#include "kernels/backward_tile.h"
+#include "kernels/scheduler.h"
+
+namespace xattn {
+
+template <class Config>
+struct Sm90Backward {
+    using Arch = Sm80<IsaSm80>;
+    using Params = Sm90BackwardParams;
+    using Element = typename Config::Element;
+    using Gradient = ScoreGradient<Arch, Config>;
+
+    static constexpr int kTileM = Config::tile_m, kTileN = 128, kStages = 2, kConsumers = 2;
+    static constexpr int kDim = Config::head_dim, kDimV = Config::head_dim_v;
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kPanels = (kDim + 63) / 64, kPanelsV = (kDimV + 63) / 64;
+    static constexpr int kQueryGroups = kTileM / 16, kDimGroups = kDim / 16, kDimGroupsV = kDimV / 16;
+    static constexpr bool kSplitRows = kPanels == 1;  // of dQ; else its columns
+    static_assert(kTileM == (kSplitRows ? 128 : 64) && kPanels <= 2, "a half of dQ is 64 x 64");
+    using Queries = QueryTile<kTileM, kPanels * 64>;
+    // The slope of softcap takes registers as long as dP does.
+    static constexpr bool kLateDq = Config::softcap;
+
+    static constexpr u32 kPanelK = kTileN * 128, kPanelQ = kTileM * 128;
+    static constexpr u32 kBytesK = kPanels * kPanelK, kBytesV = kPanelsV * kPanelK, kBytesQ = kPanels * kPanelQ,
+                         kBytesO = kPanelsV * kPanelQ, kBytesS = 2 * kPanelQ, kBytesNumbers = 4 * Queries::kNumbers;
+    static constexpr u32 kAtV = kBytesK, kAtQ = kAtV + kBytesV, kAtO = kAtQ + kStages * kBytesQ,
+                         kAtS = kAtO + kStages * kBytesO, kAtNumbers = kAtS + 2 * kBytesS,
+                         kAtBarriers = kAtNumbers + kStages * kBytesNumbers;
+    static constexpr u32 kSharedBytes = kAtBarriers + 8 * (2 + 4 * kStages);
+
+    struct Buffers {
+        u32 base;
+        XATTN_DEVICE u32 k() const { return base; }
+        XATTN_DEVICE u32 v() const { return base + kAtV; }
+        XATTN_DEVICE u32 q(u32 stage) const { return base + kAtQ + stage * kBytesQ; }
+        XATTN_DEVICE u32 dout(u32 stage) const { return base + kAtO + stage * kBytesO; }
+        XATTN_DEVICE u32 ds(u32 stage) const { return base + kAtS + stage * kBytesS; }
+        XATTN_DEVICE u32 numbers(u32 stage) const { return base + kAtNumbers + stage * kBytesNumbers; }
+        XATTN_DEVICE Barrier barrier(u32 n) const { return {base + kAtBarriers + 8 * n}; }
+        XATTN_DEVICE Barrier keys_full() const { return barrier(0); }
+        XATTN_DEVICE Barrier s_full() const { return barrier(1); }
+        XATTN_DEVICE Barrier q_full(u32 stage) const { return barrier(2 + stage); }
+        XATTN_DEVICE Barrier q_empty(u32 stage) const { return barrier(2 + kStages + stage); }
+        XATTN_DEVICE Barrier o_full(u32 stage) const { return barrier(2 + 2 * kStages + stage); }
+        XATTN_DEVICE Barrier o_empty(u32 stage) const { return barrier(2 + 3 * kStages + stage); }
+    };
+
+    // The tile of keys, and the tiles of queries [begin, end) that see some of it, of each of the heads.
+    struct Work {
+        Tile tile;
+        Sequence seq;
+        Visible visible;
+        s32 key0, begin, end;
+
+        XATTN_DEVICE Work(const ForwardParams& p, const Tile& t)
+            : tile(t),
+              seq(Sequence::of(p, t.sequence)),
+              visible(Visible::of(p, seq)),
+              key0(t.m_block * kTileN),
+              begin(0),
+              end(0) {
+            const s32 last = min_of(key0 + kTileN, seq.seqlen_k) - 1, unbounded = Visible::kUnbounded;
+            s32 from = 0, to = last < key0 ? 0 : seq.seqlen_q;
+            if (visible.right != unbounded) from = max_of(0, key0 - visible.shift - visible.right);
+            if (visible.left != unbounded) to = min_of(to, last - visible.shift + visible.left + 1);
+            if (from < to) begin = from / kTileM, end = (to + kTileM - 1) / kTileM;
+        }
+        XATTN_DEVICE s32 steps(const ForwardParams& p) const { return (end - begin) * s32(p.gqa_ratio.value); }
+    };
+    // One step after the other: the tiles of a head, then those of the next.
+    struct Walk {
+        s32 m_block, head;
+        XATTN_DEVICE Walk(const ForwardParams& p, const Work& w)
+            : m_block(w.begin), head(w.tile.head * s32(p.gqa_ratio.value)) {}
+        XATTN_DEVICE void next(const Work& w) {
+            if (++m_block < w.end) return;
+            m_block = w.begin;
+            ++head;
+        }
+    };
+
+    XATTN_DEVICE static void run(const Params& params, u32 shared) {
+        const ForwardParams& p = params.b.p;
+        const Buffers buffers{shared};
+        const int thread = Arch::thread_index();
+        const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+        const Tile tile = tile_at(params.b.keys, Arch::block_index());
+        if (tile.sequence == p.batch) return clear_rest(params.b, tile, thread);
+        if (tile.m_block * kTileN >= Sequence::whole(p, tile.sequence).seqlen_k) return;
+        if (thread == 0) {
+            buffers.keys_full().init(1), buffers.s_full().init(4 * kConsumers);
+            for (u32 s = 0; s < kStages; ++s) {
+                buffers.q_full(s).init(1), buffers.q_empty(s).init(4 * kConsumers);
+                buffers.o_full(s).init(1), buffers.o_empty(s).init(4 * kConsumers);
+            }
+            make_barriers_visible();
+        }
+        Arch::barrier();
+        if (warp < 4) {
+            give_registers<24>();
+            if (warp == 0 && elected()) load(params, buffers, Work(p, tile));
+        } else {
+            take_registers<240>();
+            Consumer consumer(params, buffers, Work(p, tile), warp / 4 - 1);
+            consumer.run();
+        }
+    }
+
+    // ---------------------------------------------------------------- the lane that gives
+    XATTN_DEVICE static void load(const Params& params, const Buffers& buffers, const Work& w) {
+        const ForwardParams& p = params.b.p;
+        const s32 steps = w.steps(p);
+        if (steps == 0) return;
+        const s32 sequence_k = p.cu_seqlens_k ? 0 : w.tile.sequence, sequence_q = p.cu_seqlens_q ? 0 : w.tile.sequence;
+        const s32 row_k = s32(w.seq.start_k) + w.key0, row_q = s32(w.seq.start_q);
+        buffers.keys_full().arrive_and_expect(kBytesK + kBytesV);
+        load_panels<kPanels, kPanelK>(buffers.k(), &params.k, buffers.keys_full(), row_k, w.tile.head, sequence_k);
+        Walk walk(p, w);
+        Ring<kStages> at(1);
+        for (s32 step = 0; step < steps; ++step) {
+            const s32 row = row_q + walk.m_block * kTileM;
+            const Barrier q_full = buffers.q_full(at.stage()), o_full = buffers.o_full(at.stage());
+            buffers.q_empty(at.stage()).wait(at.parity());
+            q_full.arrive_and_expect(kBytesQ + kBytesNumbers);
+            load_panels<kPanels, kPanelQ>(buffers.q(at.stage()), &params.q, q_full, row, walk.head, sequence_q);
+            const s64 tile = Queries::first(params, w.seq, w.tile.sequence, walk.head) + walk.m_block;
+            bulk_load(buffers.numbers(at.stage()), params.numbers + tile * Queries::kNumbers, kBytesNumbers, q_full);
+            if (step == 0)
+                load_panels<kPanelsV, kPanelK>(buffers.v(), &params.v, buffers.keys_full(), row_k, w.tile.head,
+                                               sequence_k);
+            buffers.o_empty(at.stage()).wait(at.parity());
+            o_full.arrive_and_expect(kBytesO);
+            load_panels<kPanelsV, kPanelQ>(buffers.dout(at.stage()), &params.dout, o_full, row, walk.head, sequence_q);
+            walk.next(w);
+            at.next();
+        }
+    }
+    template <u32 panels, u32 bytes>
+    XATTN_DEVICE static void load_panels(u32 target, const TensorMap* map, Barrier full, s32 row, s32 head,
+                                         s32 sequence) {
+        XATTN_UNROLL
+        for (u32 c = 0; c < panels; ++c) tma_load(target + c * bytes, map, full, s32(c * 64), row, head, sequence);
+    }
+
+    // ---------------------------------------------------------------- a consumer: one of 128 lanes
+    struct Consumer {
+        const Params& params;
+        const ForwardParams& p;
+        const Buffers buffers;
+        const Work work;
+        const int group;
+        Walk walk;
+        float* sums;  // of the step before
+        Accumulator s[kQueryGroups], dp[kQueryGroups], dq[4], dk[kDimGroups], dv[kDimGroupsV];
+        OperandA weights[kQueryGroups], ds[kQueryGroups], slopes[Config::softcap ? kQueryGroups : 1];
+
+        XATTN_DEVICE Consumer(const Params& ps, const Buffers& b, const Work& w, int warpgroup)
+            : params(ps), p(ps.b.p), buffers(b), work(w), group(warpgroup), walk(p, w), sums(nullptr) {}
+
+        XATTN_DEVICE void run() {
+            XATTN_UNROLL
+            for (int g = 0; g < kDimGroups; ++g) dk[g].clear();
+            XATTN_UNROLL
+            for (int g = 0; g < kDimGroupsV; ++g) dv[g].clear();
+            const s32 steps = work.steps(p);
+            if (steps > 0) {
+                buffers.keys_full().wait(0);
+                clear_tail();
+                prepare(0);
+                issue_s(0);
+                for (s32 step = 0; step < steps; ++step) multiply(u32(step), step + 1 < steps);
+                // S of a step that does not follow has been issued, and stands for nothing.
+                wgmma_wait<0>();
+                hold(s), hold(ds), hold(dk), hold(dv);
+                buffers.s_full().wait(u32(steps - 1) & 1);
+                issue_dq(u32(steps - 1) & 1);
+                wgmma_wait<0>();
+                hold(dq);
+                add_dq();
+                named_barrier_sync(1, 256);  // K has been read
+            }
+            store();
+        }
+
+      private:
+        // Read again where they are needed.
+        XATTN_DEVICE static int thread() { return IsaSm80::thread_index_again() % 128; }
+        XATTN_DEVICE static int warp() { return thread() / 32; }
+        XATTN_DEVICE static int lane() { return thread() % 32; }
+        XATTN_DEVICE static void arrive(Barrier b) {
+            if (elected()) b.arrive();
+        }
+
+        // ---- what a tile holds that must not count
+        // Keys behind the sequence's last one may hold anything, where TMA does not know where it ends. Every group
+        // clears all of them for itself.
+        XATTN_DEVICE void clear_tail() {
+            if (!XATTN_RARELY(p.seqused_k || p.cu_seqlens_k)) return;
+            const s32 valid = work.seq.seqlen_k - work.key0;
+            if (valid >= kTileN) return;
+            for (int c = thread(); c < (kTileN - valid) * 8; c += 128) {
+                XATTN_UNROLL
+                for (int panel = 0; panel < kPanels + kPanelsV; ++panel)
+                    clear_chunk(buffers.k() + panel * kPanelK + valid * 128 + c * 16);
+            }
+            fence_async_proxy();
+            named_barrier_sync(2 + group, 128);
+        }
+        XATTN_DEVICE static void clear_chunk(u32 at) {
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+        }
+
+        // Q and the numbers of a step are there. Queries whose weights are all 0 bring nothing, whatever q and dout hold
+        // there: of packed sequences the rows behind a sequence's last are another's.
+        XATTN_DEVICE void prepare(u32 step) {
+            const u32 stage = step % kStages, parity = step / kStages & 1;
+            buffers.q_full(stage).wait(parity);
+            const u32 numbers = buffers.numbers(stage);
+            bool any = false;
+            XATTN_UNROLL
+            for (int n = 0; n < kTileM / 32; ++n)
+                any |= Arch::load_float(numbers + 4 * (n * 32 + lane())) == Arch::infinity();
+            if (XATTN_RARELY(Arch::any(any))) {
+                buffers.o_full(stage).wait(parity);
+                for (int n = thread() / 8; n < kTileM; n += 16) {
+                    if (Arch::load_float(numbers + 4 * n) != Arch::infinity()) continue;
+                    const u32 at = Queries::row_of(n) * 128 + thread() % 8 * 16;
+                    XATTN_UNROLL
+                    for (u32 panel = 0; panel < kPanels; ++panel) clear_chunk(buffers.q(stage) + panel * kPanelQ + at);
+                    XATTN_UNROLL
+                    for (u32 panel = 0; panel < kPanelsV; ++panel)
+                        clear_chunk(buffers.dout(stage) + panel * kPanelQ + at);
+                }
+                fence_async_proxy();
+                named_barrier_sync(2 + group, 128);
+            }
+        }
+
+        // ---- products
+        XATTN_DEVICE void issue_s(u32 stage) {
+            issue_rows<kDimGroups>(s, buffers.k(), buffers.q(stage));
+        }
+        XATTN_DEVICE void issue_dp(u32 stage) {
+            issue_rows<kDimGroupsV>(dp, buffers.v(), buffers.dout(stage));
+        }
+        // Keys of the group by queries.
+        template <int steps>
+        XATTN_DEVICE void issue_rows(Accumulator (&acc)[kQueryGroups], u32 keys, u32 queries) {
+            wgmma_fence();
+            hold(acc);
+            const Matrix a = Matrix::rows(keys + group * 64 * 128), b = Matrix::rows(queries);
+            XATTN_UNROLL
+            for (int c = 0; c < steps; ++c)
+                Wgmma<Element, kTileM>::ss(acc, a.moved(c / 4 * kPanelK + c % 4 * 32),
+                                           b.moved(c / 4 * kPanelQ + c % 4 * 32), c > 0);
+            wgmma_commit();
+        }
+        // acc += A B: operands in registers by rows of queries.
+        template <int groups>
+        XATTN_DEVICE static void issue_sums(Accumulator (&acc)[groups], const OperandA (&a)[kQueryGroups], u32 at) {
+            wgmma_fence();
+            hold(acc);
+            const Matrix b = Matrix::summed(at, kPanelQ);
+            XATTN_UNROLL
+            for (int n = 0; n < kQueryGroups; ++n)
+                Wgmma<Element, 16 * groups>::template rs<1>(acc, a[n], b.moved(n * 16 * 128), 1);
+            wgmma_commit();
+        }
+        XATTN_DEVICE void issue_dq(u32 stage) {
+            wgmma_fence();
+            hold(dq);
+            const Matrix a = Matrix::rows(buffers.ds(stage) + (kSplitRows ? group * 64 * 128 : 0));
+            const Matrix b = Matrix::summed(buffers.k() + (kSplitRows ? 0 : group * kPanelK), kPanelK);
+            XATTN_UNROLL
+            for (int c = 0; c < kTileN / 16; ++c)
+                Wgmma<Element, 64>::ss_summed(dq, a.moved(c / 4 * kPanelQ + c % 4 * 32), b.moved(c * 16 * 128), c > 0);
+            wgmma_commit();
+        }
+
+        XATTN_DEVICE void multiply(u32 step, bool follows) {
+            const u32 stage = step % kStages, parity = step / kStages & 1;
+            const s32 row0 = walk.m_block * kTileM, first_key = work.key0 + group * 64;
+            const bool whole =
+                Arch::any(first_key >= work.visible.first(min_of(row0 + kTileM, work.seq.seqlen_q) - 1) &&
+                          first_key + 63 <= work.visible.last(row0));
+            wgmma_wait<1>();
+            hold(ds), hold(dk);
+            if (step > 0) arrive(buffers.q_empty(stage ^ 1));
+            buffers.o_full(stage).wait(parity);
+            issue_dp(stage);
+            wgmma_wait<1>();
+            hold(s);
+            weigh(buffers.numbers(stage), row0, first_key, whole);
+            issue_sums(dv, weights, buffers.dout(stage));
+            // Of the first step, what is made from what nobody wrote is not added to anything.
+            buffers.s_full().wait(step + 1 & 1);
+            if (!kLateDq) issue_dq(stage ^ 1);
+            if (kLateDq)
+                wgmma_wait<1>();
+            else
+                wgmma_wait<2>();
+            hold(dp);
+            differentiate(buffers.numbers(stage), whole);
+            store_ds(stage);
+            if (kLateDq) issue_dq(stage ^ 1);
+            issue_sums(dk, ds, buffers.q(stage));
+            wgmma_wait<1>();
+            hold(weights), hold(dv), hold(dq);
+            Arch::warp_barrier();
+            if (elected()) buffers.o_empty(stage).arrive(), buffers.s_full().arrive();
+            if (follows) prepare(step + 1);
+            issue_s(stage ^ 1);
+            if (step > 0) add_dq();
+            const s64 tile = Queries::first(params, work.seq, work.tile.sequence, walk.head) + walk.m_block;
+            sums = params.sums + tile * Queries::kSums;
+            walk.next(work);
+        }
+
+        // ---- scores
+        XATTN_DEVICE void weigh(u32 numbers, s32 row0, s32 first_key, bool whole) {
+            const Gradient gradient(p, work.seq, work.tile.sequence, walk.head);
+            const int lane = this->lane();
+            const s32 key0 = first_key + warp() * 16;
+            XATTN_UNROLL
+            for (int n = 0; n < kQueryGroups; ++n) {
+                float lse[4], factor[8];
+                Arch::load_floats(lse, numbers + 4 * (n * 16 + 4 * (lane & 3)));
+                XATTN_UNROLL
+                for (int e = 0; e < 8; ++e) {
+                    const s32 key = key0 + Arch::row_of(lane, Arch::row_slot(e));
+                    const s32 row = row0 + n * 16 + Arch::col_of(lane, e);
+                    s[n].x[e] = gradient.weight(s[n].x[e], row, key, lse[Arch::col_slot(e)], factor[e]);
+                }
+                if (Config::softcap) {
+                    Accumulator slope;
+                    XATTN_UNROLL
+                    for (int e = 0; e < 8; ++e) slope.x[e] = factor[e];
+                    slopes[Config::softcap ? n : 0] = Arch::template weights<Element>(slope);
+                }
+            }
+            if (XATTN_RARELY(!whole)) hide(row0, key0, lane);
+            XATTN_UNROLL
+            for (int n = 0; n < kQueryGroups; ++n) weights[n] = Arch::template weights<Element>(s[n]);
+        }
+        // The weights of keys that a query does not see become 0.
+        XATTN_DEVICE void hide(s32 row0, s32 key0, int lane) {
+            const Visible& visible = work.visible;
+            s32 first[2], last[2];  // queries that see a key, as columns
+            XATTN_UNROLL
+            for (int r = 0; r < 2; ++r) {
+                const s32 key = key0 + Arch::row_of(lane, r), unbounded = Visible::kUnbounded;
+                const s32 at = row0 + Arch::col_of(lane, 0);
+                first[r] = visible.right == unbounded ? -unbounded : key - visible.shift - visible.right - at;
+                last[r] = visible.left == unbounded ? unbounded : key - visible.shift + visible.left - at;
+                if (key >= visible.seqlen_k) last[r] = -unbounded;
+            }
+            XATTN_UNROLL
+            for (int n = 0; n < kQueryGroups; ++n) XATTN_UNROLL
+            for (int e = 0; e < 8; ++e) {
+                const int r = Arch::row_slot(e), col = n * 16 + Arch::col_of(0, e);  // of lane 0
+                if (col < first[r] || col > last[r]) s[n].x[e] = 0.0f;
+            }
+        }
+        // Gradients of the weights to those of the products, but for softmax_scale, as an operand.
+        XATTN_DEVICE void differentiate(u32 numbers, bool whole) {
+            const int lane = this->lane();
+            XATTN_UNROLL
+            for (int n = 0; n < kQueryGroups; ++n) {
+                float delta[4];
+                Arch::load_floats(delta, numbers + 4 * (kTileM + n * 16 + 4 * (lane & 3)));
+                XATTN_UNROLL
+                for (int e = 0; e < 8; ++e) {
+                    const float factor = Config::softcap ? part(slopes[Config::softcap ? n : 0], e) : 1.0f;
+                    dp[n].x[e] =
+                        Gradient::of_product(part(weights[n], e), dp[n].x[e], delta[Arch::col_slot(e)], factor, true);
+                }
+            }
+            // A weight of 0 moves nothing, whatever stands behind it.
+            if (XATTN_RARELY(!whole)) {
+                XATTN_UNROLL
+                for (int n = 0; n < kQueryGroups; ++n) XATTN_UNROLL
+                for (int e = 0; e < 8; ++e)
+                    if (part(weights[n], e) == 0.0f) dp[n].x[e] = 0.0f;
+            }
+            XATTN_UNROLL
+            for (int n = 0; n < kQueryGroups; ++n) ds[n] = Arch::template weights<Element>(dp[n]);
+        }
+        // Element e of an accumulator that has become an operand.
+        XATTN_DEVICE static float part(const OperandA& a, int e) {
+            return Arch::template to_float<Element>(u16(e % 2 ? a.x[e / 2] >> 16 : a.x[e / 2]));
+        }
+
+        // dS, rows of queries, in panels of 64 keys: one of each group's.
+        XATTN_DEVICE void store_ds(u32 stage) {
+            const int lane = this->lane();
+            const u32 at = buffers.ds(stage) + group * kPanelQ;
+            const u32 row = (lane >> 4) * 8 + (lane & 7), chunk = u32(warp() * 2 + (lane >> 3 & 1)) ^ u32(lane & 7);
+            XATTN_UNROLL
+            for (int n = 0; n < kQueryGroups; ++n)
+                stmatrix_turned(at + (n * 16 + row) * 128 + chunk * 16, ds[n].x);
+            fence_async_proxy();
+        }
+
+        // ---- results
+        XATTN_DEVICE void add_dq() {
+            float* to = sums + group * 64 * 64 + thread() * 4;
+            XATTN_UNROLL
+            for (int n = 0; n < 8; ++n) add_to_global(to + n * 512, dq[n / 2].x + n % 2 * 4);
+        }
+
+        // Each warp lays its rows down where its own keys were.
+        XATTN_DEVICE void store() {
+            const BackwardParams& b = params.b;
+            const s32 sequence = work.tile.sequence, head = work.tile.head;
+            const Sequence seq = Sequence::whole(p, sequence);
+            const s32 key0 = work.key0 + group * 64 + warp() * 16, rows = seq.seqlen_k - key0;
+            const u32 at = group * 64 * 128 + warp() * 16 * 128;
+            u16* of_v = target_row(b.dv, p.cu_seqlens_k, sequence, seq.start_k, head) + s64(key0) * b.dv.row_stride;
+            u16* of_k = target_row(b.dk, p.cu_seqlens_k, sequence, seq.start_k, head) + s64(key0) * b.dk.row_stride;
+            store_rows(dv, 1.0f, buffers.v() + at, of_v, b.dv, rows, p.head_dim_v);
+            store_rows(dk, b.scale, buffers.k() + at, of_k, b.dk, rows, p.head_dim);
+        }
+        template <int groups>
+        XATTN_DEVICE static void store_rows(const Accumulator (&acc)[groups], float scale, u32 at, u16* target,
+                                            const Operand& x, s32 rows, s32 cols) {
+            const int lane = Consumer::lane();
+            XATTN_UNROLL
+            for (int g = 0; g < groups; ++g) {
+                Accumulator scaled;
+                XATTN_UNROLL
+                for (int e = 0; e < 8; ++e) scaled.x[e] = acc[g].x[e] * scale;
+                const u32 chunk = u32(g % 4 * 2 + (lane >> 4)) ^ u32(lane & 7);
+                stmatrix(at + g / 4 * kPanelK + (lane & 15) * 128 + chunk * 16,
+                         Arch::template weights<Element>(scaled).x);
+            }
+            Arch::warp_barrier();
+            constexpr int kChunks = 2 * groups;
+            XATTN_UNROLL
+            for (int n = 0; n < kChunks / 2; ++n) {
+                const int index = n * 32 + lane, row = index / kChunks, c = index % kChunks;
+                if (row < rows && 8 * c < cols)
+                    *reinterpret_cast<Chunk*>(target + s64(row) * x.row_stride + 8 * c) = IsaSm80::load_shared(
+                        at + c / 8 * kPanelK + row * 128 + (u32(c % 8) ^ u32(row & 7)) * 16);
+            }
+        }
+    };
+
+    // Keys that belong to no sequence.
+    XATTN_DEVICE static void clear_rest(const BackwardParams& b, const Tile& t, int thread) {
+        const ForwardParams& p = b.p;
+        const s64 end = index_at(p.cu_seqlens_k, p.index64 & 2, p.batch);
+        const s64 start = min_of(max_of<s64>(end, 0), p.total_k);
+        u16* dk = target_row(b.dk, p.cu_seqlens_k, 0, start, t.head);
+        u16* dv = target_row(b.dv, p.cu_seqlens_k, 0, start, t.head);
+        clear_rows<kThreads>(dk, b.dk, p.total_k - start, p.head_dim, t.m_block, b.keys.m_blocks, thread);
+        clear_rows<kThreads>(dv, b.dv, p.total_k - start, p.head_dim_v, t.m_block, b.keys.m_blocks, thread);
+    }
+};
+
+}  // namespace xattn
