@@ -9,10 +9,10 @@
 // stay there to the end. dS goes to shared memory as well, rows of queries, in two buffers: each warpgroup makes a half
 // of dQ from all of it, 64 rows of 128 or 64 columns of 128, and adds it to the sums in global memory.
 //
-// Order of a step, asynchronous products in brackets: [dP] behind S, which the step before issued; weights beside it;
-// [dV], [dQ of the step before]; dS beside them; [dK]; [S of the step that follows]; dQ of the step before is added to
-// global memory beside these. So some product is always under way, and whoever needs the other's half of dS waits for
-// what was written a step ago.
+// Order of a step, asynchronous products in brackets: [dP], weights beside it; [dV], dS beside it; [dQ of the step
+// before], [dK], [S of the step that follows]; dQ is added to global memory beside these. So some product is nearly
+// always under way, and whoever needs the other's half of dS waits for what was written a step ago. Nothing is under way
+// where the loop begins anew: ptxas would put waits between all products.
 //
 // Who waits for whom. q_full, o_full: TMA has delivered; q_empty, o_empty: every consumer warp has read to the end.
 // s_full: every consumer warp has written its part of a step's dS, and has done with dQ of the step before, whose buffer
@@ -21,7 +21,7 @@
 // What the order of additions changes is the rounding of dq; dk and dv are the same bit for bit.
 //
 // Registers of a consumer lane: kDim / 2 for dK, kDimV / 2 for dV, kTileM / 2 for S and for dP, 32 for dQ, kTileM / 4
-// for P and for dS as operands; S and dQ, which is issued when S has become P, are not alive at once with dP.
+// for P and for dS as operands; dQ is issued when dP has become dS.
 #pragma once
 
 #include "arch/sm90/backward_params.h"
@@ -45,9 +45,6 @@ struct Sm90Backward {
     static constexpr bool kSplitRows = kPanels == 1;  // of dQ; else its columns
     static_assert(kTileM == (kSplitRows ? 128 : 64) && kPanels <= 2, "a half of dQ is 64 x 64");
     using Queries = QueryTile<kTileM, kPanels * 64>;
-    // The slope of softcap takes registers as long as dP does.
-    static constexpr bool kLateDq = Config::softcap;
-
     static constexpr u32 kPanelK = kTileN * 128, kPanelQ = kTileM * 128;
     static constexpr u32 kBytesK = kPanels * kPanelK, kBytesV = kPanelsV * kPanelK, kBytesQ = kPanels * kPanelQ,
                          kBytesO = kPanelsV * kPanelQ, kBytesS = 2 * kPanelQ, kBytesNumbers = 4 * Queries::kNumbers;
@@ -196,10 +193,9 @@ struct Sm90Backward {
                 clear_tail();
                 prepare(0);
                 issue_s(0);
-                for (s32 step = 0; step < steps; ++step) multiply(u32(step), step + 1 < steps);
-                // S of a step that does not follow has been issued, and stands for nothing.
                 wgmma_wait<0>();
-                hold(s), hold(ds), hold(dk), hold(dv);
+                hold(s);
+                for (s32 step = 0; step < steps; ++step) multiply(u32(step), step + 1 < steps);
                 buffers.s_full().wait(u32(steps - 1) & 1);
                 issue_dq(u32(steps - 1) & 1);
                 wgmma_wait<0>();
@@ -275,7 +271,7 @@ struct Sm90Backward {
         template <int steps>
         XATTN_DEVICE void issue_rows(Accumulator (&acc)[kQueryGroups], u32 keys, u32 queries) {
             wgmma_fence();
-            hold(acc);
+            renew(acc);
             const Matrix a = Matrix::rows(keys + group * 64 * 128), b = Matrix::rows(queries);
             XATTN_UNROLL
             for (int c = 0; c < steps; ++c)
@@ -296,7 +292,7 @@ struct Sm90Backward {
         }
         XATTN_DEVICE void issue_dq(u32 stage) {
             wgmma_fence();
-            hold(dq);
+            renew(dq);
             const Matrix a = Matrix::rows(buffers.ds(stage) + (kSplitRows ? group * 64 * 128 : 0));
             const Matrix b = Matrix::summed(buffers.k() + (kSplitRows ? 0 : group * kPanelK), kPanelK);
             XATTN_UNROLL
@@ -311,26 +307,17 @@ struct Sm90Backward {
             const bool whole =
                 Arch::any(first_key >= work.visible.first(min_of(row0 + kTileM, work.seq.seqlen_q) - 1) &&
                           first_key + 63 <= work.visible.last(row0));
-            wgmma_wait<1>();
-            hold(ds), hold(dk);
-            if (step > 0) arrive(buffers.q_empty(stage ^ 1));
             buffers.o_full(stage).wait(parity);
             issue_dp(stage);
-            wgmma_wait<1>();
-            hold(s);
             weigh(buffers.numbers(stage), row0, first_key, whole);
             issue_sums(dv, weights, buffers.dout(stage));
-            // Of the first step, what is made from what nobody wrote is not added to anything.
-            buffers.s_full().wait(step + 1 & 1);
-            if (!kLateDq) issue_dq(stage ^ 1);
-            if (kLateDq)
-                wgmma_wait<1>();
-            else
-                wgmma_wait<2>();
+            wgmma_wait<1>();
             hold(dp);
             differentiate(buffers.numbers(stage), whole);
+            buffers.s_full().wait(step + 1 & 1);
             store_ds(stage);
-            if (kLateDq) issue_dq(stage ^ 1);
+            // Of the first step, what is made from what nobody wrote is not added to anything.
+            issue_dq(stage ^ 1);
             issue_sums(dk, ds, buffers.q(stage));
             wgmma_wait<1>();
             hold(weights), hold(dv), hold(dq);
@@ -339,6 +326,9 @@ struct Sm90Backward {
             if (follows) prepare(step + 1);
             issue_s(stage ^ 1);
             if (step > 0) add_dq();
+            wgmma_wait<0>();
+            hold(s), hold(ds), hold(dk);
+            arrive(buffers.q_empty(stage));
             const s64 tile = Queries::first(params, work.seq, work.tile.sequence, walk.head) + walk.m_block;
             sums = params.sums + tile * Queries::kSums;
             walk.next(work);

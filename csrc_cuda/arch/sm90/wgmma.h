@@ -46,6 +46,13 @@ XATTN_DEVICE void hold(Accumulator (&acc)[n]) {
     for (int e = 0; e < 8; ++e) asm volatile("" : "+f"(acc[k].x[e])::"memory");
 }
 
+// What accumulators held is not wanted any more: a product that overwrites them is issued behind this line.
+template <int n>
+XATTN_DEVICE void renew(Accumulator (&acc)[n]) {
+    XATTN_UNROLL
+    for (int k = 0; k < n; ++k) XATTN_UNROLL
+    for (int e = 0; e < 8; ++e) asm volatile("" : "=f"(acc[k].x[e])::"memory");
+}
 template <int n>
 XATTN_DEVICE void hold(OperandA (&a)[n]) {
     XATTN_UNROLL
