@@ -175,12 +175,15 @@ struct Sm90Backward {
         const Work work;
         const int group;
         Walk walk;
-        float* sums;  // of the step before
+        float* sums;  // of the step whose dQ is added next
         Accumulator s[kQueryGroups], dp[kQueryGroups], dq[4], dk[kDimGroups], dv[kDimGroupsV];
         OperandA weights[kQueryGroups], ds[kQueryGroups], slopes[Config::softcap ? kQueryGroups : 1];
 
         XATTN_DEVICE Consumer(const Params& ps, const Buffers& b, const Work& w, int warpgroup)
-            : params(ps), p(ps.b.p), buffers(b), work(w), group(warpgroup), walk(p, w), sums(nullptr) {}
+            : params(ps), p(ps.b.p), buffers(b), work(w), group(warpgroup), walk(p, w) {
+            const s64 tile = Queries::first(params, w.seq, w.tile.sequence, walk.head) + walk.m_block;
+            sums = params.sums + tile * Queries::kSums + group * 64 * 64;
+        }
 
         XATTN_DEVICE void run() {
             XATTN_UNROLL
@@ -309,11 +312,17 @@ struct Sm90Backward {
                           first_key + 63 <= work.visible.last(row0));
             buffers.o_full(stage).wait(parity);
             issue_dp(stage);
-            weigh(buffers.numbers(stage), row0, first_key, whole);
+            if (XATTN_RARELY(!whole))
+                weigh<false>(buffers.numbers(stage), row0, first_key);
+            else
+                weigh<true>(buffers.numbers(stage), row0, first_key);
             issue_sums(dv, weights, buffers.dout(stage));
             wgmma_wait<1>();
             hold(dp);
-            differentiate(buffers.numbers(stage), whole);
+            if (XATTN_RARELY(!whole))
+                differentiate<false>(buffers.numbers(stage));
+            else
+                differentiate<true>(buffers.numbers(stage));
             buffers.s_full().wait(step + 1 & 1);
             store_ds(stage);
             // Of the first step, what is made from what nobody wrote is not added to anything.
@@ -325,20 +334,26 @@ struct Sm90Backward {
             if (elected()) buffers.o_empty(stage).arrive(), buffers.s_full().arrive();
             if (follows) prepare(step + 1);
             issue_s(stage ^ 1);
-            if (step > 0) add_dq();
+            if (step > 0) {
+                add_dq();
+                sums += Queries::kSums;
+                if (walk.m_block == work.begin) sums += s64(params.head_tiles - (work.end - work.begin)) * Queries::kSums;
+            }
             wgmma_wait<0>();
             hold(s), hold(ds), hold(dk);
             arrive(buffers.q_empty(stage));
-            const s64 tile = Queries::first(params, work.seq, work.tile.sequence, walk.head) + walk.m_block;
-            sums = params.sums + tile * Queries::kSums;
             walk.next(work);
         }
 
         // ---- scores
-        XATTN_DEVICE void weigh(u32 numbers, s32 row0, s32 first_key, bool whole) {
+        // Products to weights, as an operand. `whole`: every query sees every key.
+        template <bool whole>
+        XATTN_DEVICE void weigh(u32 numbers, s32 row0, s32 first_key) {
             const Gradient gradient(p, work.seq, work.tile.sequence, walk.head);
             const int lane = this->lane();
             const s32 key0 = first_key + warp() * 16;
+            Seen seen;
+            if (!whole) seen = Seen(work.visible, row0, key0, lane);
             XATTN_UNROLL
             for (int n = 0; n < kQueryGroups; ++n) {
                 float lse[4], factor[8];
@@ -348,7 +363,9 @@ struct Sm90Backward {
                     const s32 key = key0 + Arch::row_of(lane, Arch::row_slot(e));
                     const s32 row = row0 + n * 16 + Arch::col_of(lane, e);
                     s[n].x[e] = gradient.weight(s[n].x[e], row, key, lse[Arch::col_slot(e)], factor[e]);
+                    if (!whole && !seen.by(Arch::row_slot(e), n * 16 + Arch::col_of(0, e))) s[n].x[e] = 0.0f;
                 }
+                weights[n] = Arch::template weights<Element>(s[n]);
                 if (Config::softcap) {
                     Accumulator slope;
                     XATTN_UNROLL
@@ -356,31 +373,26 @@ struct Sm90Backward {
                     slopes[Config::softcap ? n : 0] = Arch::template weights<Element>(slope);
                 }
             }
-            if (XATTN_RARELY(!whole)) hide(row0, key0, lane);
-            XATTN_UNROLL
-            for (int n = 0; n < kQueryGroups; ++n) weights[n] = Arch::template weights<Element>(s[n]);
         }
-        // The weights of keys that a query does not see become 0.
-        XATTN_DEVICE void hide(s32 row0, s32 key0, int lane) {
-            const Visible& visible = work.visible;
-            s32 first[2], last[2];  // queries that see a key, as columns
-            XATTN_UNROLL
-            for (int r = 0; r < 2; ++r) {
-                const s32 key = key0 + Arch::row_of(lane, r), unbounded = Visible::kUnbounded;
-                const s32 at = row0 + Arch::col_of(lane, 0);
-                first[r] = visible.right == unbounded ? -unbounded : key - visible.shift - visible.right - at;
-                last[r] = visible.left == unbounded ? unbounded : key - visible.shift + visible.left - at;
-                if (key >= visible.seqlen_k) last[r] = -unbounded;
+        // Queries that see the two keys of a lane, as columns of lane 0.
+        struct Seen {
+            s32 first[2], last[2];
+            XATTN_DEVICE Seen() {}
+            XATTN_DEVICE Seen(const Visible& visible, s32 row0, s32 key0, int lane) {
+                XATTN_UNROLL
+                for (int r = 0; r < 2; ++r) {
+                    const s32 key = key0 + Arch::row_of(lane, r), unbounded = Visible::kUnbounded;
+                    const s32 at = row0 + Arch::col_of(lane, 0);
+                    first[r] = visible.right == unbounded ? -unbounded : key - visible.shift - visible.right - at;
+                    last[r] = visible.left == unbounded ? unbounded : key - visible.shift + visible.left - at;
+                    if (key >= visible.seqlen_k) last[r] = -unbounded;
+                }
             }
-            XATTN_UNROLL
-            for (int n = 0; n < kQueryGroups; ++n) XATTN_UNROLL
-            for (int e = 0; e < 8; ++e) {
-                const int r = Arch::row_slot(e), col = n * 16 + Arch::col_of(0, e);  // of lane 0
-                if (col < first[r] || col > last[r]) s[n].x[e] = 0.0f;
-            }
-        }
+            XATTN_DEVICE bool by(int r, int col) const { return col >= first[r] && col <= last[r]; }
+        };
         // Gradients of the weights to those of the products, but for softmax_scale, as an operand.
-        XATTN_DEVICE void differentiate(u32 numbers, bool whole) {
+        template <bool whole>
+        XATTN_DEVICE void differentiate(u32 numbers) {
             const int lane = this->lane();
             XATTN_UNROLL
             for (int n = 0; n < kQueryGroups; ++n) {
@@ -390,18 +402,10 @@ struct Sm90Backward {
                 for (int e = 0; e < 8; ++e) {
                     const float factor = Config::softcap ? part(slopes[Config::softcap ? n : 0], e) : 1.0f;
                     dp[n].x[e] =
-                        Gradient::of_product(part(weights[n], e), dp[n].x[e], delta[Arch::col_slot(e)], factor, true);
+                        Gradient::of_product(part(weights[n], e), dp[n].x[e], delta[Arch::col_slot(e)], factor, whole);
                 }
+                ds[n] = Arch::template weights<Element>(dp[n]);
             }
-            // A weight of 0 moves nothing, whatever stands behind it.
-            if (XATTN_RARELY(!whole)) {
-                XATTN_UNROLL
-                for (int n = 0; n < kQueryGroups; ++n) XATTN_UNROLL
-                for (int e = 0; e < 8; ++e)
-                    if (part(weights[n], e) == 0.0f) dp[n].x[e] = 0.0f;
-            }
-            XATTN_UNROLL
-            for (int n = 0; n < kQueryGroups; ++n) ds[n] = Arch::template weights<Element>(dp[n]);
         }
         // Element e of an accumulator that has become an operand.
         XATTN_DEVICE static float part(const OperandA& a, int e) {
@@ -421,7 +425,7 @@ struct Sm90Backward {
 
         // ---- results
         XATTN_DEVICE void add_dq() {
-            float* to = sums + group * 64 * 64 + thread() * 4;
+            float* to = sums + thread() * 4;
             XATTN_UNROLL
             for (int n = 0; n < 8; ++n) add_to_global(to + n * 512, dq[n / 2].x + n % 2 * 4);
         }
@@ -429,9 +433,11 @@ struct Sm90Backward {
         // Each warp lays its rows down where its own keys were.
         XATTN_DEVICE void store() {
             const BackwardParams& b = params.b;
-            const s32 sequence = work.tile.sequence, head = work.tile.head;
+            // Found anew: the loop needs the registers.
+            const Tile tile = tile_at(b.keys, u32(Arch::fresh(s32(Arch::block_index()))));
+            const s32 sequence = tile.sequence, head = tile.head;
             const Sequence seq = Sequence::whole(p, sequence);
-            const s32 key0 = work.key0 + group * 64 + warp() * 16, rows = seq.seqlen_k - key0;
+            const s32 key0 = tile.m_block * kTileN + group * 64 + warp() * 16, rows = seq.seqlen_k - key0;
             const u32 at = group * 64 * 128 + warp() * 16 * 128;
             u16* of_v = target_row(b.dv, p.cu_seqlens_k, sequence, seq.start_k, head) + s64(key0) * b.dv.row_stride;
             u16* of_k = target_row(b.dk, p.cu_seqlens_k, sequence, seq.start_k, head) + s64(key0) * b.dk.row_stride;
