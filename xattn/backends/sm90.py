@@ -262,6 +262,12 @@ def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
     return (*config, *measured, *BACKWARD.plan(problem))
 
 
+def _yields(problem: Problem) -> str:
+    """cuDNN's backward is faster than Hopper's own from head_dim 65 on (csrc_cuda/arch/sm90/NOTES.md)."""
+    own = BACKWARD.serves(problem) and max(problem.head_dim, problem.head_dim_v) <= 64
+    return "" if own else forward_call.yields(problem)
+
+
 BACKEND = Backend(
     "sm90",
     native=True,
@@ -269,7 +275,7 @@ BACKEND = Backend(
     prepare=_prepare,
     config=_config,
     backward=BACKWARD.backward,
-    yields=forward_call.yields,
+    yields=_yields,
     missing=_missing,
     too_large=_too_large,
     images=_images,

@@ -1,22 +1,22 @@
-// Backward on Hopper, second: all gradients in five matrix products. A thread block has kTileN keys of one head of k and v
-// and walks the tiles of queries that see them, of every head that shares them:
+// Backward on Hopper, second: all gradients in five matrix products. A thread block has kTileN keys of one head of k
+// and v and walks the tiles of queries that see them, of every head that shares them:
 //
 //   S^T = K Q^T;  P^T = exp(S^T - lse);  dP^T = V dO^T;  dS^T = P^T (dP^T - delta);
 //   dV += P^T dO;  dK += dS^T Q;  dQ = dS K.
 //
 // Roles. One lane of warpgroup 0 gives: K and V once, then Q with its numbers and dO, in rings of two. The other two
-// warpgroups consume: each owns 64 keys, so that P^T and dS^T are operands as they stand in its registers, and dK and dV
-// stay there to the end. dS goes to shared memory as well, rows of queries, in two buffers: each warpgroup makes a half
-// of dQ from all of it, 64 rows of 128 or 64 columns of 128, and adds it to the sums in global memory.
+// warpgroups consume: each owns 64 keys, so that P^T and dS^T are operands as they stand in its registers, and dK and
+// dV stay there to the end. dS goes to shared memory as well, rows of queries, in two buffers: each warpgroup makes a
+// half of dQ from all of it, 64 rows of 128 or 64 columns of 128, and adds it to the sums in global memory.
 //
 // Order of a step, asynchronous products in brackets: [dP], weights beside it; [dV], dS beside it; [dQ of the step
 // before], [dK], [S of the step that follows]; dQ is added to global memory beside these. So some product is nearly
-// always under way, and whoever needs the other's half of dS waits for what was written a step ago. Nothing is under way
-// where the loop begins anew: ptxas would put waits between all products.
+// always under way, and whoever needs the other's half of dS waits for what was written a step ago. Nothing is under
+// way where the loop begins anew: ptxas would put waits between all products.
 //
 // Who waits for whom. q_full, o_full: TMA has delivered; q_empty, o_empty: every consumer warp has read to the end.
-// s_full: every consumer warp has written its part of a step's dS, and has done with dQ of the step before, whose buffer
-// is written next.
+// s_full: every consumer warp has written its part of a step's dS, and has done with dQ of the step before, whose
+// buffer is written next.
 //
 // What the order of additions changes is the rounding of dq; dk and dv are the same bit for bit.
 //
@@ -237,8 +237,8 @@ struct Sm90Backward {
             asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
         }
 
-        // Q and the numbers of a step are there. Queries whose weights are all 0 bring nothing, whatever q and dout hold
-        // there: of packed sequences the rows behind a sequence's last are another's.
+        // Q and the numbers of a step are there. Queries whose weights are all 0 bring nothing, whatever q and dout
+        // hold there: of packed sequences the rows behind a sequence's last are another's.
         XATTN_DEVICE void prepare(u32 step) {
             const u32 stage = step % kStages, parity = step / kStages & 1;
             buffers.q_full(stage).wait(parity);
@@ -264,12 +264,8 @@ struct Sm90Backward {
         }
 
         // ---- products
-        XATTN_DEVICE void issue_s(u32 stage) {
-            issue_rows<kDimGroups>(s, buffers.k(), buffers.q(stage));
-        }
-        XATTN_DEVICE void issue_dp(u32 stage) {
-            issue_rows<kDimGroupsV>(dp, buffers.v(), buffers.dout(stage));
-        }
+        XATTN_DEVICE void issue_s(u32 stage) { issue_rows<kDimGroups>(s, buffers.k(), buffers.q(stage)); }
+        XATTN_DEVICE void issue_dp(u32 stage) { issue_rows<kDimGroupsV>(dp, buffers.v(), buffers.dout(stage)); }
         // Keys of the group by queries.
         template <int steps>
         XATTN_DEVICE void issue_rows(Accumulator (&acc)[kQueryGroups], u32 keys, u32 queries) {
@@ -337,7 +333,8 @@ struct Sm90Backward {
             if (step > 0) {
                 add_dq();
                 sums += Queries::kSums;
-                if (walk.m_block == work.begin) sums += s64(params.head_tiles - (work.end - work.begin)) * Queries::kSums;
+                if (walk.m_block == work.begin)
+                    sums += s64(params.head_tiles - (work.end - work.begin)) * Queries::kSums;
             }
             wgmma_wait<0>();
             hold(s), hold(ds), hold(dk);
@@ -418,8 +415,7 @@ struct Sm90Backward {
             const u32 at = buffers.ds(stage) + group * kPanelQ;
             const u32 row = (lane >> 4) * 8 + (lane & 7), chunk = u32(warp() * 2 + (lane >> 3 & 1)) ^ u32(lane & 7);
             XATTN_UNROLL
-            for (int n = 0; n < kQueryGroups; ++n)
-                stmatrix_turned(at + (n * 16 + row) * 128 + chunk * 16, ds[n].x);
+            for (int n = 0; n < kQueryGroups; ++n) stmatrix_turned(at + (n * 16 + row) * 128 + chunk * 16, ds[n].x);
             fence_async_proxy();
         }
 
@@ -463,8 +459,8 @@ struct Sm90Backward {
             for (int n = 0; n < kChunks / 2; ++n) {
                 const int index = n * 32 + lane, row = index / kChunks, c = index % kChunks;
                 if (row < rows && 8 * c < cols)
-                    *reinterpret_cast<Chunk*>(target + s64(row) * x.row_stride + 8 * c) = IsaSm80::load_shared(
-                        at + c / 8 * kPanelK + row * 128 + (u32(c % 8) ^ u32(row & 7)) * 16);
+                    *reinterpret_cast<Chunk*>(target + s64(row) * x.row_stride + 8 * c) =
+                        IsaSm80::load_shared(at + c / 8 * kPanelK + row * 128 + (u32(c % 8) ^ u32(row & 7)) * 16);
             }
         }
     };

@@ -21,9 +21,9 @@ struct Sm90BackwardParams {
     s32 head_tiles;  // of a head, in all sequences where q is packed, otherwise in one
 };
 
-// kTileM queries of a head. Their numbers are lse, in log2, and then delta, each in the order of `number_of`; a row that
-// is not there, or that sees no key, has lse +infinity and delta 0. Their sums are dq but for softmax_scale, in float32,
-// as the lanes of two warpgroups hold it (backward.h): 16 bytes of a lane beside those of its neighbour.
+// kTileM queries of a head. Their numbers are lse, in log2, and then delta, each in the order of `number_of`; a row
+// that is not there, or that sees no key, has lse +infinity and delta 0. Their sums are dq but for softmax_scale, in
+// float32, as the lanes of two warpgroups hold it (backward.h): 16 bytes of a lane beside those of its neighbour.
 template <int kTileM, int kWidth>
 struct QueryTile {
     static constexpr int kNumbers = 2 * kTileM, kSums = kTileM * kWidth;

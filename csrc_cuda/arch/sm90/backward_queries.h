@@ -1,5 +1,5 @@
-// Backward on Hopper, last: the sums of a tile of queries, times softmax_scale, rounded to dq. A thread block has a tile;
-// its two warpgroups hold what those of backward.h held: 64 rows and 64 columns each.
+// Backward on Hopper, last: the sums of a tile of queries, times softmax_scale, rounded to dq. A thread block has a
+// tile; its two warpgroups hold what those of backward.h held: 64 rows and 64 columns each.
 #pragma once
 
 #include "arch/sm90/backward_params.h"

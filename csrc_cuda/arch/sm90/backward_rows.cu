@@ -1,4 +1,5 @@
-// Entry of the sm90 backward kernel over rows. The image's configuration is a header, config.h, that the compiler is given.
+// Entry of the sm90 backward kernel over rows. The image's configuration is a header, config.h, that the compiler is
+// given.
 #include "arch/sm90/backward_rows.h"
 #include "config.h"
 

@@ -1,5 +1,6 @@
-// Backward on Hopper, first: the numbers of every row and, where delta is asked for, delta itself: the sum of dout * out,
-// less the gradient of lse. The sums of dq become 0. A thread block has a tile of queries, eight lanes share a row.
+// Backward on Hopper, first: the numbers of every row and, where delta is asked for, delta itself: the sum of dout *
+// out, less the gradient of lse. The sums of dq become 0. A thread block has a tile of queries, eight lanes share a
+// row.
 #pragma once
 
 #include "arch/sm90/backward_params.h"

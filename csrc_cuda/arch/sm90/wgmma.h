@@ -60,8 +60,8 @@ XATTN_DEVICE void hold(OperandA (&a)[n]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[k].x[i])::"memory");
 }
 
-// Wgmma<Element, n>::ss(acc, a, b, add) and ::rs<transposed>(acc, a, b, add); add 0: acc = A B. ss_summed: rows of b are
-// summed over.
+// Wgmma<Element, n>::ss(acc, a, b, add) and ::rs<transposed>(acc, a, b, add); add 0: acc = A B. ss_summed: rows of b
+// are summed over.
 template <class Element, int n>
 struct Wgmma;
 
