@@ -21,6 +21,7 @@ from torch import Tensor
 from . import backward_call, forward_call
 from .backward_call import BackwardBody, Ready
 from .capability import Refusal
+from .device import of as device_of
 from .forward_call import Fields, Forward
 from .images import ImageSpec
 from .inputs import Inputs
@@ -44,7 +45,9 @@ class Params(ctypes.Structure):
         ("numbers", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
         ("head_tiles", ctypes.c_int32),
-        ("padding", ctypes.c_byte * (-(ctypes.sizeof(BackwardParams) + 20) % 64)),
+        ("tiles", ctypes.c_int32),
+        ("key_tiles", ctypes.c_int32),
+        ("padding", ctypes.c_byte * (-(ctypes.sizeof(BackwardParams) + 28) % 64)),
     )
 
 
@@ -61,7 +64,7 @@ def shared_bytes(fields: Fields) -> int:
     c = dict(fields)
     panels, panels_v = (-(-int(c[n]) // 64) for n in ("head_dim", "head_dim_v"))
     panel_q = 128 * int(c["tile_m"])
-    return (panels + panels_v) * (128 * _TILE_N + 2 * panel_q) + 4 * panel_q + 2 * 8 * int(c["tile_m"]) + 8 * 10
+    return (panels + panels_v) * (128 * _TILE_N + 2 * panel_q) + 4 * panel_q + 2 * 8 * int(c["tile_m"]) + 2 * 16 + 8 * 15
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class _Launches:
         x, c = self.x, self._tile()
         outputs = (
             Output(Params.b.offset + BackwardParams.delta.offset, x.lse_shape, torch.float32),
-            Output(Params.numbers.offset, (self._tiles(), 2 * c["tile_m"]), torch.float32),
+            Output(Params.numbers.offset, (self._tiles() + 1, 2 * c["tile_m"]), torch.float32),
             Output(Params.sums.offset, (self._tiles(), c["tile_m"] * (-(-c["head_dim"] // 64) * 64)), torch.float32),
         )
         return self._call("_rows", self._params(), self._query_tiles(), 0, outputs)
@@ -166,7 +169,8 @@ class _Launches:
             for n, t in (("k", x.k), ("v", x.v))
         )
         keys = params.b.keys
-        blocks = keys.sequences * keys.heads_q * keys.m_blocks
+        params.key_tiles = keys.sequences * keys.heads_q * keys.m_blocks
+        blocks = min(params.key_tiles, device_of(x.q.device).sm_count)
         return self._call("", params, blocks, shared_bytes(self._fields("")), outputs)
 
     def queries(self) -> Call:
@@ -192,7 +196,7 @@ class _Launches:
 
     def _params(self) -> Params:
         b = backward_call.params_of(self.x, self.described, self.tensors, self._tile()["tile_m"])
-        return Params(b=b, head_tiles=self._head_tiles())
+        return Params(b=b, head_tiles=self._head_tiles(), tiles=self._tiles())
 
     def _fields(self, part: str) -> Fields:
         fields = (forward_call.element(self.x), *tile(self.x.head_dim, self.x.head_dim_v))

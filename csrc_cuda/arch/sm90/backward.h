@@ -45,13 +45,15 @@ struct Sm90Backward {
     static constexpr bool kSplitRows = kPanels == 1;  // of dQ; else its columns
     static_assert(kTileM == (kSplitRows ? 128 : 64) && kPanels <= 2, "a half of dQ is 64 x 64");
     using Queries = QueryTile<kTileM, kPanels * 64>;
+    // dP of a step is under way where the loop begins anew, if registers suffice.
+    static constexpr bool kEarlyDp = kTileM == 64 && !Config::softcap && !Config::alibi;
     static constexpr u32 kPanelK = kTileN * 128, kPanelQ = kTileM * 128;
     static constexpr u32 kBytesK = kPanels * kPanelK, kBytesV = kPanelsV * kPanelK, kBytesQ = kPanels * kPanelQ,
                          kBytesO = kPanelsV * kPanelQ, kBytesS = 2 * kPanelQ, kBytesNumbers = 4 * Queries::kNumbers;
     static constexpr u32 kAtV = kBytesK, kAtQ = kAtV + kBytesV, kAtO = kAtQ + kStages * kBytesQ,
                          kAtS = kAtO + kStages * kBytesO, kAtNumbers = kAtS + 2 * kBytesS,
-                         kAtBarriers = kAtNumbers + kStages * kBytesNumbers;
-    static constexpr u32 kSharedBytes = kAtBarriers + 8 * (2 + 4 * kStages);
+                         kAtTiles = kAtNumbers + kStages * kBytesNumbers, kAtBarriers = kAtTiles + 2 * 16;
+    static constexpr u32 kSharedBytes = kAtBarriers + 8 * (7 + 4 * kStages);
 
     struct Buffers {
         u32 base;
@@ -62,12 +64,16 @@ struct Sm90Backward {
         XATTN_DEVICE u32 ds(u32 stage) const { return base + kAtS + stage * kBytesS; }
         XATTN_DEVICE u32 numbers(u32 stage) const { return base + kAtNumbers + stage * kBytesNumbers; }
         XATTN_DEVICE Barrier barrier(u32 n) const { return {base + kAtBarriers + 8 * n}; }
+        XATTN_DEVICE u32 tile(u32 stage) const { return base + kAtTiles + stage * 16; }
         XATTN_DEVICE Barrier keys_full() const { return barrier(0); }
-        XATTN_DEVICE Barrier s_full() const { return barrier(1); }
-        XATTN_DEVICE Barrier q_full(u32 stage) const { return barrier(2 + stage); }
-        XATTN_DEVICE Barrier q_empty(u32 stage) const { return barrier(2 + kStages + stage); }
-        XATTN_DEVICE Barrier o_full(u32 stage) const { return barrier(2 + 2 * kStages + stage); }
-        XATTN_DEVICE Barrier o_empty(u32 stage) const { return barrier(2 + 3 * kStages + stage); }
+        XATTN_DEVICE Barrier keys_empty() const { return barrier(1); }
+        XATTN_DEVICE Barrier s_full() const { return barrier(2); }
+        XATTN_DEVICE Barrier tile_full(u32 stage) const { return barrier(3 + stage); }
+        XATTN_DEVICE Barrier tile_empty(u32 stage) const { return barrier(5 + stage); }
+        XATTN_DEVICE Barrier q_full(u32 stage) const { return barrier(7 + stage); }
+        XATTN_DEVICE Barrier q_empty(u32 stage) const { return barrier(7 + kStages + stage); }
+        XATTN_DEVICE Barrier o_full(u32 stage) const { return barrier(7 + 2 * kStages + stage); }
+        XATTN_DEVICE Barrier o_empty(u32 stage) const { return barrier(7 + 3 * kStages + stage); }
     };
 
     // The tile of keys, and the tiles of queries [begin, end) that see some of it, of each of the heads.
@@ -105,15 +111,13 @@ struct Sm90Backward {
     };
 
     XATTN_DEVICE static void run(const Params& params, u32 shared) {
-        const ForwardParams& p = params.b.p;
         const Buffers buffers{shared};
         const int thread = Arch::thread_index();
         const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
-        const Tile tile = tile_at(params.b.keys, Arch::block_index());
-        if (tile.sequence == p.batch) return clear_rest(params.b, tile, thread);
-        if (tile.m_block * kTileN >= Sequence::whole(p, tile.sequence).seqlen_k) return;
         if (thread == 0) {
-            buffers.keys_full().init(1), buffers.s_full().init(4 * kConsumers);
+            buffers.keys_full().init(1), buffers.keys_empty().init(4 * kConsumers);
+            buffers.s_full().init(4 * kConsumers);
+            for (u32 s = 0; s < 2; ++s) buffers.tile_full(s).init(1), buffers.tile_empty(s).init(4 * kConsumers);
             for (u32 s = 0; s < kStages; ++s) {
                 buffers.q_full(s).init(1), buffers.q_empty(s).init(4 * kConsumers);
                 buffers.o_full(s).init(1), buffers.o_empty(s).init(4 * kConsumers);
@@ -123,43 +127,79 @@ struct Sm90Backward {
         Arch::barrier();
         if (warp < 4) {
             give_registers<24>();
-            if (warp == 0 && elected()) load(params, buffers, Work(p, tile));
+            if (warp == 0 && elected()) Loader{params, buffers}.run();
         } else {
             take_registers<240>();
-            Consumer consumer(params, buffers, Work(p, tile), warp / 4 - 1);
+            Consumer consumer(params, buffers, warp / 4 - 1);
             consumer.run();
         }
     }
 
     // ---------------------------------------------------------------- the lane that gives
-    XATTN_DEVICE static void load(const Params& params, const Buffers& buffers, const Work& w) {
-        const ForwardParams& p = params.b.p;
-        const s32 steps = w.steps(p);
-        if (steps == 0) return;
-        const s32 sequence_k = p.cu_seqlens_k ? 0 : w.tile.sequence, sequence_q = p.cu_seqlens_q ? 0 : w.tile.sequence;
-        const s32 row_k = s32(w.seq.start_k) + w.key0, row_q = s32(w.seq.start_q);
-        buffers.keys_full().arrive_and_expect(kBytesK + kBytesV);
-        load_panels<kPanels, kPanelK>(buffers.k(), &params.k, buffers.keys_full(), row_k, w.tile.head, sequence_k);
-        Walk walk(p, w);
-        Ring<kStages> at(1);
-        for (s32 step = 0; step < steps; ++step) {
-            const s32 row = row_q + walk.m_block * kTileM;
-            const Barrier q_full = buffers.q_full(at.stage()), o_full = buffers.o_full(at.stage());
-            buffers.q_empty(at.stage()).wait(at.parity());
-            q_full.arrive_and_expect(kBytesQ + kBytesNumbers);
-            load_panels<kPanels, kPanelQ>(buffers.q(at.stage()), &params.q, q_full, row, walk.head, sequence_q);
-            const s64 tile = Queries::first(params, w.seq, w.tile.sequence, walk.head) + walk.m_block;
-            bulk_load(buffers.numbers(at.stage()), params.numbers + tile * Queries::kNumbers, kBytesNumbers, q_full);
-            if (step == 0)
-                load_panels<kPanelsV, kPanelK>(buffers.v(), &params.v, buffers.keys_full(), row_k, w.tile.head,
-                                               sequence_k);
-            buffers.o_empty(at.stage()).wait(at.parity());
-            o_full.arrive_and_expect(kBytesO);
-            load_panels<kPanelsV, kPanelQ>(buffers.dout(at.stage()), &params.dout, o_full, row, walk.head, sequence_q);
-            walk.next(w);
-            at.next();
+    struct Loader {
+        const Params& params;
+        const Buffers buffers;
+        Ring<2> tiles{1};
+        Ring<kStages> at{1};
+        u32 loaded = 0;  // tiles of keys
+
+        // The first tile of a block is its index; the next is the first that no block has taken yet, asked for when
+        // the loads of the one before are issued.
+        XATTN_DEVICE void run() {
+            const ForwardParams& p = params.b.p;
+            tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v), tma_prefetch(&params.dout);
+            for (s32 index = s32(Arch::block_index()); index < params.key_tiles;
+                 index = s32(atomicAdd(Queries::taken(params), 1u) + gridDim.x)) {
+                const Tile tile = tile_at(params.b.keys, u32(index));
+                const bool rest = tile.sequence == p.batch;
+                if (!rest && tile.m_block * kTileN >= Sequence::whole(p, tile.sequence).seqlen_k) continue;
+                tell(index);
+                if (!rest) load(Work(p, tile));
+            }
+            tell(-1);
         }
-    }
+
+      private:
+        XATTN_DEVICE void tell(s32 index) {
+            buffers.tile_empty(tiles.stage()).wait(tiles.parity());
+            asm volatile("st.shared.s32 [%0], %1;" ::"r"(buffers.tile(tiles.stage())), "r"(index) : "memory");
+            buffers.tile_full(tiles.stage()).arrive();
+            tiles.next();
+        }
+        XATTN_DEVICE void load(const Work& w) {
+            const ForwardParams& p = params.b.p;
+            const s32 steps = w.steps(p);
+            if (steps == 0) return;
+            const s32 sequence_k = p.cu_seqlens_k ? 0 : w.tile.sequence;
+            const s32 sequence_q = p.cu_seqlens_q ? 0 : w.tile.sequence;
+            const s32 row_k = s32(w.seq.start_k) + w.key0, row_q = s32(w.seq.start_q);
+            Walk walk(p, w);
+            for (s32 step = 0; step < steps; ++step) {
+                const s32 row = row_q + walk.m_block * kTileM;
+                const Barrier q_full = buffers.q_full(at.stage()), o_full = buffers.o_full(at.stage());
+                buffers.q_empty(at.stage()).wait(at.parity());
+                q_full.arrive_and_expect(kBytesQ + kBytesNumbers);
+                load_panels<kPanels, kPanelQ>(buffers.q(at.stage()), &params.q, q_full, row, walk.head, sequence_q);
+                const s64 tile = Queries::first(params, w.seq, w.tile.sequence, walk.head) + walk.m_block;
+                bulk_load(buffers.numbers(at.stage()), params.numbers + tile * Queries::kNumbers, kBytesNumbers,
+                          q_full);
+                if (step == 0) {
+                    const Barrier full = buffers.keys_full();
+                    buffers.keys_empty().wait(loaded + 1 & 1);
+                    ++loaded;
+                    full.arrive_and_expect(kBytesK + kBytesV);
+                    load_panels<kPanels, kPanelK>(buffers.k(), &params.k, full, row_k, w.tile.head, sequence_k);
+                    load_panels<kPanelsV, kPanelK>(buffers.v(), &params.v, full, row_k, w.tile.head, sequence_k);
+                }
+                buffers.o_empty(at.stage()).wait(at.parity());
+                o_full.arrive_and_expect(kBytesO);
+                load_panels<kPanelsV, kPanelQ>(buffers.dout(at.stage()), &params.dout, o_full, row, walk.head,
+                                               sequence_q);
+                walk.next(w);
+                at.next();
+            }
+        }
+    };
     template <u32 panels, u32 bytes>
     XATTN_DEVICE static void load_panels(u32 target, const TensorMap* map, Barrier full, s32 row, s32 head,
                                          s32 sequence) {
@@ -172,41 +212,32 @@ struct Sm90Backward {
         const Params& params;
         const ForwardParams& p;
         const Buffers buffers;
-        const Work work;
         const int group;
-        Walk walk;
-        float* sums;  // of the step whose dQ is added next
+        Ring<2> tiles;
+        u32 count = 0, loaded = 0;  // steps and tiles of keys so far
+        float* sums;                // of the step whose dQ is added next
         Accumulator s[kQueryGroups], dp[kQueryGroups], dq[4], dk[kDimGroups], dv[kDimGroupsV];
         OperandA weights[kQueryGroups], ds[kQueryGroups], slopes[Config::softcap ? kQueryGroups : 1];
 
-        XATTN_DEVICE Consumer(const Params& ps, const Buffers& b, const Work& w, int warpgroup)
-            : params(ps), p(ps.b.p), buffers(b), work(w), group(warpgroup), walk(p, w) {
-            const s64 tile = Queries::first(params, w.seq, w.tile.sequence, walk.head) + walk.m_block;
-            sums = params.sums + tile * Queries::kSums + group * 64 * 64;
-        }
+        XATTN_DEVICE Consumer(const Params& ps, const Buffers& b, int warpgroup)
+            : params(ps), p(ps.b.p), buffers(b), group(warpgroup) {}
 
         XATTN_DEVICE void run() {
-            XATTN_UNROLL
-            for (int g = 0; g < kDimGroups; ++g) dk[g].clear();
-            XATTN_UNROLL
-            for (int g = 0; g < kDimGroupsV; ++g) dv[g].clear();
-            const s32 steps = work.steps(p);
-            if (steps > 0) {
-                buffers.keys_full().wait(0);
-                clear_tail();
-                prepare(0);
-                issue_s(0);
-                wgmma_wait<0>();
-                hold(s);
-                for (s32 step = 0; step < steps; ++step) multiply(u32(step), step + 1 < steps);
-                buffers.s_full().wait(u32(steps - 1) & 1);
-                issue_dq(u32(steps - 1) & 1);
-                wgmma_wait<0>();
-                hold(dq);
-                add_dq();
-                named_barrier_sync(1, 256);  // K has been read
+            for (;;) {
+                const u32 stage = tiles.stage();
+                buffers.tile_full(stage).wait(tiles.parity());
+                s32 index;
+                asm volatile("ld.shared.s32 %0, [%1];" : "=r"(index) : "r"(buffers.tile(stage)) : "memory");
+                Arch::warp_barrier();
+                arrive(buffers.tile_empty(stage));
+                tiles.next();
+                if (index < 0) break;
+                const Tile tile = tile_at(params.b.keys, u32(index));
+                if (tile.sequence == p.batch)
+                    clear_rest(params.b, tile, group * 128 + thread());
+                else
+                    run(tile, index);
             }
-            store();
         }
 
       private:
@@ -218,10 +249,54 @@ struct Sm90Backward {
             if (elected()) b.arrive();
         }
 
+        XATTN_DEVICE void run(const Tile& tile, s32 index) {
+            const Work work(p, tile);
+            Walk walk(p, work);
+            XATTN_UNROLL
+            for (int g = 0; g < kDimGroups; ++g) dk[g].clear();
+            XATTN_UNROLL
+            for (int g = 0; g < kDimGroupsV; ++g) dv[g].clear();
+            const s32 steps = work.steps(p);
+            if (steps > 0) {
+                const s64 first = Queries::first(params, work.seq, tile.sequence, walk.head) + walk.m_block;
+                sums = params.sums + first * Queries::kSums + group * 64 * 64;
+                buffers.keys_full().wait(loaded & 1);
+                ++loaded;
+                clear_tail(work);
+                prepare(count);
+                issue_s(count % kStages);
+                begin();
+                for (s32 step = 0; step < steps; ++step, ++count) multiply(work, walk, step > 0, step + 1 < steps);
+                if (kEarlyDp) {
+                    wgmma_wait<0>();
+                    hold(dp);
+                }
+                buffers.s_full().wait(count + 1 & 1);
+                issue_dq(count + 1 & 1);
+                wgmma_wait<0>();
+                hold(dq);
+                named_barrier_sync(1, 256);  // K and dS have been read
+                arrive(buffers.keys_empty());
+                add_dq();
+            }
+            store(index);
+        }
+        // S of the first step has been issued.
+        XATTN_DEVICE void begin() {
+            if (kEarlyDp) {
+                buffers.o_full(count % kStages).wait(count / kStages & 1);
+                issue_dp(count % kStages);
+                wgmma_wait<1>();
+            } else {
+                wgmma_wait<0>();
+            }
+            hold(s);
+        }
+
         // ---- what a tile holds that must not count
         // Keys behind the sequence's last one may hold anything, where TMA does not know where it ends. Every group
         // clears all of them for itself.
-        XATTN_DEVICE void clear_tail() {
+        XATTN_DEVICE void clear_tail(const Work& work) {
             if (!XATTN_RARELY(p.seqused_k || p.cu_seqlens_k)) return;
             const s32 valid = work.seq.seqlen_k - work.key0;
             if (valid >= kTileN) return;
@@ -300,43 +375,58 @@ struct Sm90Backward {
             wgmma_commit();
         }
 
-        XATTN_DEVICE void multiply(u32 step, bool follows) {
-            const u32 stage = step % kStages, parity = step / kStages & 1;
+        XATTN_DEVICE void multiply(const Work& work, Walk& walk, bool continues, bool follows) {
+            const u32 stage = count % kStages, parity = count / kStages & 1;
             const s32 row0 = walk.m_block * kTileM, first_key = work.key0 + group * 64;
             const bool whole =
                 Arch::any(first_key >= work.visible.first(min_of(row0 + kTileM, work.seq.seqlen_q) - 1) &&
                           first_key + 63 <= work.visible.last(row0));
-            buffers.o_full(stage).wait(parity);
-            issue_dp(stage);
+            if (!kEarlyDp) {
+                buffers.o_full(stage).wait(parity);
+                issue_dp(stage);
+            }
             if (XATTN_RARELY(!whole))
-                weigh<false>(buffers.numbers(stage), row0, first_key);
+                weigh<false>(work, walk, buffers.numbers(stage), row0, first_key);
             else
-                weigh<true>(buffers.numbers(stage), row0, first_key);
+                weigh<true>(work, walk, buffers.numbers(stage), row0, first_key);
+            if (kEarlyDp) {
+                wgmma_wait<0>();
+                hold(dp);
+            }
             issue_sums(dv, weights, buffers.dout(stage));
-            wgmma_wait<1>();
-            hold(dp);
+            if (!kEarlyDp) {
+                wgmma_wait<1>();
+                hold(dp);
+            }
             if (XATTN_RARELY(!whole))
                 differentiate<false>(buffers.numbers(stage));
             else
                 differentiate<true>(buffers.numbers(stage));
-            buffers.s_full().wait(step + 1 & 1);
+            buffers.s_full().wait(count + 1 & 1);
             store_ds(stage);
-            // Of the first step, what is made from what nobody wrote is not added to anything.
+            // Of a tile's first step, what is made from what nobody wrote for it is not added to anything; nor is what
+            // is made of queries that do not follow.
             issue_dq(stage ^ 1);
             issue_sums(dk, ds, buffers.q(stage));
             wgmma_wait<1>();
             hold(weights), hold(dv), hold(dq);
             Arch::warp_barrier();
             if (elected()) buffers.o_empty(stage).arrive(), buffers.s_full().arrive();
-            if (follows) prepare(step + 1);
+            if (follows) prepare(count + 1);
             issue_s(stage ^ 1);
-            if (step > 0) {
+            if (continues) {
                 add_dq();
                 sums += Queries::kSums;
                 if (walk.m_block == work.begin)
                     sums += s64(params.head_tiles - (work.end - work.begin)) * Queries::kSums;
             }
-            wgmma_wait<0>();
+            if (kEarlyDp) {
+                if (follows) buffers.o_full(stage ^ 1).wait((count + 1) / kStages & 1);
+                issue_dp(stage ^ 1);
+                wgmma_wait<1>();
+            } else {
+                wgmma_wait<0>();
+            }
             hold(s), hold(ds), hold(dk);
             arrive(buffers.q_empty(stage));
             walk.next(work);
@@ -345,7 +435,7 @@ struct Sm90Backward {
         // ---- scores
         // Products to weights, as an operand. `whole`: every query sees every key.
         template <bool whole>
-        XATTN_DEVICE void weigh(u32 numbers, s32 row0, s32 first_key) {
+        XATTN_DEVICE void weigh(const Work& work, const Walk& walk, u32 numbers, s32 row0, s32 first_key) {
             const Gradient gradient(p, work.seq, work.tile.sequence, walk.head);
             const int lane = this->lane();
             const s32 key0 = first_key + warp() * 16;
@@ -426,19 +516,21 @@ struct Sm90Backward {
             for (int n = 0; n < 8; ++n) add_to_global(to + n * 512, dq[n / 2].x + n % 2 * 4);
         }
 
-        // Each warp lays its rows down where its own keys were.
-        XATTN_DEVICE void store() {
+        // Each warp lays its rows down where its group's dS was, panels a buffer apart: K and V are being loaded anew.
+        XATTN_DEVICE void store(s32 index) {
             const BackwardParams& b = params.b;
             // Found anew: the loop needs the registers.
-            const Tile tile = tile_at(b.keys, u32(Arch::fresh(s32(Arch::block_index()))));
+            const Tile tile = tile_at(b.keys, u32(Arch::fresh(index)));
             const s32 sequence = tile.sequence, head = tile.head;
             const Sequence seq = Sequence::whole(p, sequence);
             const s32 key0 = tile.m_block * kTileN + group * 64 + warp() * 16, rows = seq.seqlen_k - key0;
-            const u32 at = group * 64 * 128 + warp() * 16 * 128;
+            const u32 at = buffers.ds(0) + group * kPanelQ + warp() * 16 * 128;
             u16* of_v = target_row(b.dv, p.cu_seqlens_k, sequence, seq.start_k, head) + s64(key0) * b.dv.row_stride;
             u16* of_k = target_row(b.dk, p.cu_seqlens_k, sequence, seq.start_k, head) + s64(key0) * b.dk.row_stride;
-            store_rows(dv, 1.0f, buffers.v() + at, of_v, b.dv, rows, p.head_dim_v);
-            store_rows(dk, b.scale, buffers.k() + at, of_k, b.dk, rows, p.head_dim);
+            store_rows(dv, 1.0f, at, of_v, b.dv, rows, p.head_dim_v);
+            Arch::warp_barrier();
+            store_rows(dk, b.scale, at, of_k, b.dk, rows, p.head_dim);
+            named_barrier_sync(2 + group, 128);  // all has been read that the next dS is laid over
         }
         template <int groups>
         XATTN_DEVICE static void store_rows(const Accumulator (&acc)[groups], float scale, u32 at, u16* target,
@@ -450,7 +542,7 @@ struct Sm90Backward {
                 XATTN_UNROLL
                 for (int e = 0; e < 8; ++e) scaled.x[e] = acc[g].x[e] * scale;
                 const u32 chunk = u32(g % 4 * 2 + (lane >> 4)) ^ u32(lane & 7);
-                stmatrix(at + g / 4 * kPanelK + (lane & 15) * 128 + chunk * 16,
+                stmatrix(at + g / 4 * kBytesS + (lane & 15) * 128 + chunk * 16,
                          Arch::template weights<Element>(scaled).x);
             }
             Arch::warp_barrier();
@@ -460,7 +552,7 @@ struct Sm90Backward {
                 const int index = n * 32 + lane, row = index / kChunks, c = index % kChunks;
                 if (row < rows && 8 * c < cols)
                     *reinterpret_cast<Chunk*>(target + s64(row) * x.row_stride + 8 * c) =
-                        IsaSm80::load_shared(at + c / 8 * kPanelK + row * 128 + (u32(c % 8) ^ u32(row & 7)) * 16);
+                        IsaSm80::load_shared(at + c / 8 * kBytesS + row * 128 + (u32(c % 8) ^ u32(row & 7)) * 16);
             }
         }
     };
@@ -472,8 +564,8 @@ struct Sm90Backward {
         const s64 start = min_of(max_of<s64>(end, 0), p.total_k);
         u16* dk = target_row(b.dk, p.cu_seqlens_k, 0, start, t.head);
         u16* dv = target_row(b.dv, p.cu_seqlens_k, 0, start, t.head);
-        clear_rows<kThreads>(dk, b.dk, p.total_k - start, p.head_dim, t.m_block, b.keys.m_blocks, thread);
-        clear_rows<kThreads>(dv, b.dv, p.total_k - start, p.head_dim_v, t.m_block, b.keys.m_blocks, thread);
+        clear_rows<128 * kConsumers>(dk, b.dk, p.total_k - start, p.head_dim, t.m_block, b.keys.m_blocks, thread);
+        clear_rows<128 * kConsumers>(dv, b.dv, p.total_k - start, p.head_dim_v, t.m_block, b.keys.m_blocks, thread);
     }
 };
 

@@ -19,6 +19,8 @@ struct Sm90BackwardParams {
     float* numbers;
     float* sums;
     s32 head_tiles;  // of a head, in all sequences where q is packed, otherwise in one
+    s32 tiles;       // places for tiles of queries; behind their numbers stands how many tiles of keys are taken
+    s32 key_tiles;
 };
 
 // kTileM queries of a head. Their numbers are lse, in log2, and then delta, each in the order of `number_of`; a row
@@ -33,6 +35,9 @@ struct QueryTile {
         const ForwardParams& p = params.b.p;
         if (p.cu_seqlens_q) return s64(head) * params.head_tiles + seq.start_q / kTileM + sequence;
         return (s64(sequence) * p.heads_q + head) * params.head_tiles;
+    }
+    XATTN_DEVICE static u32* taken(const Sm90BackwardParams& params) {
+        return reinterpret_cast<u32*>(params.numbers + s64(params.tiles) * kNumbers);
     }
     // A lane finds the numbers of the columns that it holds of 16 side by side.
     XATTN_DEVICE static int number_of(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2; }

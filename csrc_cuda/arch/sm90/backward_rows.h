@@ -20,6 +20,7 @@ struct Sm90BackwardRows {
     XATTN_DEVICE static void run(const Sm90BackwardParams& params) {
         const BackwardParams& b = params.b;
         const ForwardParams& p = b.p;
+        if (Arch::block_index() == 0 && Arch::thread_index() == 0) *Rows::taken(params) = 0;
         const Tile t = tile_at(p, Arch::block_index());
         if (t.sequence == p.batch) return;  // rows behind the last offset: nobody reads their numbers
         const Sequence seq = Sequence::of(p, t.sequence);
