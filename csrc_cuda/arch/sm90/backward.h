@@ -4,19 +4,25 @@
 //   S^T = K Q^T;  P^T = exp(S^T - lse);  dP^T = V dO^T;  dS^T = P^T (dP^T - delta);
 //   dV += P^T dO;  dK += dS^T Q;  dQ = dS K.
 //
-// Roles. One lane of warpgroup 0 gives: K and V once, then Q with its numbers and dO, in rings of two. The other two
+// Blocks stay: the first tile of keys of a block is its index, the next the first that none has taken yet. What a tile
+// loads first is under way while the results of the one before are stored.
+//
+// Roles. One lane of warpgroup 0 gives: a tile of keys by its number, K and V once, then Q with its numbers and dO, in
+// rings of two. The other two
 // warpgroups consume: each owns 64 keys, so that P^T and dS^T are operands as they stand in its registers, and dK and
 // dV stay there to the end. dS goes to shared memory as well, rows of queries, in two buffers: each warpgroup makes a
 // half of dQ from all of it, 64 rows of 128 or 64 columns of 128, and adds it to the sums in global memory.
 //
 // Order of a step, asynchronous products in brackets: [dP], weights beside it; [dV], dS beside it; [dQ of the step
 // before], [dK], [S of the step that follows]; dQ is added to global memory beside these. So some product is nearly
-// always under way, and whoever needs the other's half of dS waits for what was written a step ago. Nothing is under
-// way where the loop begins anew: ptxas would put waits between all products.
+// always under way, and whoever needs the other's half of dS waits for what was written a step ago. Where registers
+// suffice (kEarlyDp), dP is issued at the end of the step before; nothing else is under way where the loop begins anew,
+// and nobody reads what is: ptxas would put waits between all products.
 //
 // Who waits for whom. q_full, o_full: TMA has delivered; q_empty, o_empty: every consumer warp has read to the end.
 // s_full: every consumer warp has written its part of a step's dS, and has done with dQ of the step before, whose
-// buffer is written next.
+// buffer is written next. keys_full, keys_empty: K and V of a tile likewise, once both groups have done with the last
+// dQ, and dS is free for the results, which are laid down there.
 //
 // What the order of additions changes is the rounding of dq; dk and dv are the same bit for bit.
 //
