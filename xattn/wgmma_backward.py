@@ -64,7 +64,9 @@ def shared_bytes(fields: Fields) -> int:
     c = dict(fields)
     panels, panels_v = (-(-int(c[n]) // 64) for n in ("head_dim", "head_dim_v"))
     panel_q = 128 * int(c["tile_m"])
-    return (panels + panels_v) * (128 * _TILE_N + 2 * panel_q) + 4 * panel_q + 2 * 8 * int(c["tile_m"]) + 2 * 16 + 8 * 15
+    return (
+        (panels + panels_v) * (128 * _TILE_N + 2 * panel_q) + 4 * panel_q + 2 * 8 * int(c["tile_m"]) + 2 * 16 + 8 * 15
+    )
 
 
 @dataclass(frozen=True)
