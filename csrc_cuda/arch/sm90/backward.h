@@ -9,8 +9,9 @@
 //
 // Roles. One lane of warpgroup 0 gives: a tile of keys by its number, K and V once, then Q with its numbers and dO, in
 // rings of two. The other two warpgroups consume: each owns 64 keys, so that P^T and dS^T are operands as they stand in
-// its registers, and dK and dV stay there to the end. dS goes to shared memory as well, rows of queries, in two buffers: each warpgroup makes a
-// half of dQ from all of it, 64 rows of 128 or 64 columns of 128, and adds it to the sums in global memory.
+// its registers, and dK and dV stay there to the end. dS goes to shared memory as well, rows of queries, in two
+// buffers: each warpgroup makes a half of dQ from all of it, 64 rows of 128 or 64 columns of 128, and adds it to the
+// sums in global memory.
 //
 // Order of a step, asynchronous products in brackets: [dP], weights beside it; [dV], dS beside it; [dQ of the step
 // before], [dK], [S of the step that follows]; dQ is added to global memory beside these. So some product is nearly
