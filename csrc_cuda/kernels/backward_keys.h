@@ -8,8 +8,8 @@
 // memory holds no more than it. K and V stay in shared memory; Q and dO of the next tile are copied behind the products
 // of this one (num_stages 2). lse and delta of a tile's queries lie beside them, in pairs.
 //
-// Dropout. Which weights of a tile are kept lies in shared memory too (KeptTile), made by all threads ahead of it; their
-// scale enters with the sums.
+// Dropout. Which weights of a tile are kept lies in shared memory too (KeptTile), made by all threads ahead of it;
+// their scale enters with the sums.
 //
 // With `parts` 2 a block makes dV or dK alone: head dimensions of which both do not fit in registers.
 #pragma once
@@ -157,9 +157,9 @@ struct BackwardKeys {
             }
             if (kOfV) {
                 u16* dv = target_row(b.dv, p.cu_seqlens_k, t.sequence, seq.start_k, t.head) + key0 * b.dv.row_stride;
-                store_gradient<Arch, Element, LayoutV, kRowGroups, kDimV>(of_v, Config::dropout ? p.dropout_scale : 1.0f,
-                                                                          shared + kV, warp_row, lane, dv, b.dv, keys,
-                                                                          p.head_dim_v);
+                store_gradient<Arch, Element, LayoutV, kRowGroups, kDimV>(
+                    of_v, Config::dropout ? p.dropout_scale : 1.0f, shared + kV, warp_row, lane, dv, b.dv, keys,
+                    p.head_dim_v);
             }
         }
 
@@ -337,8 +337,7 @@ struct BackwardKeys {
             XATTN_UNROLL
             for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
             for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
-            for (int e = 0; e < Arch::kElements; ++e)
-                left[g][n].x[e] = is_kept(kept, g, n, e) ? w[g][n].x[e] : 0.0f;
+            for (int e = 0; e < Arch::kElements; ++e) left[g][n].x[e] = is_kept(kept, g, n, e) ? w[g][n].x[e] : 0.0f;
         }
         XATTN_DEVICE static void through_dropout(const Gradient& gradient, Scores& ds, const Bits& kept) {
             XATTN_UNROLL

@@ -6,7 +6,8 @@
 // Queries are the rows of all products: dS is an operand as it stands in the accumulators, lse and delta of a lane's
 // rows stay in registers. Q and dO stay in shared memory; K and V of the next tile are copied behind the products of
 // this one (num_stages 2). Which weights dropout keeps is made by all threads ahead of a tile, for 64 keys or more at a
-// time, and lies in shared memory (KeptTile). Nothing is added up between warps or blocks: the result is the same bit for bit.
+// time, and lies in shared memory (KeptTile). Nothing is added up between warps or blocks: the result is the same bit
+// for bit.
 #pragma once
 
 #include "kernels/backward_tile.h"

@@ -100,8 +100,8 @@ struct KeptTile {
     }
 
     // Bit 0: whether the weight of a query and of key `key` of a group of 16 keys is kept, the groups counted from the
-    // first block; bit 1: the same of the next key, where this one is even; bit 2: of the group behind, where that is in
-    // the same block; bit 8: of the next query, where this one is even.
+    // first block; bit 1: the same of the next key, where this one is even; bit 2: of the group behind, where that is
+    // in the same block; bit 8: of the next query, where this one is even.
     XATTN_DEVICE static u32 bits(Shared tile, int query, int sixteen, int key) {
         const Shared at = tile + ((sixteen >> 2) * 8 + (key >> 1)) * kPitch + (query & ~3);
         return Arch::load_word(at) >> (8 * (query & 3) + 2 * (sixteen & 3) + (key & 1));
