@@ -156,8 +156,8 @@ struct Sm90Forward {
                 Loader<Sm90Forward>(params, buffers, thread % 32).template run_paged<true>();
             } else if (!Config::paged && warp == 1 && elected()) {
                 Loader<Sm90Forward>(params, buffers, thread % 32).run();
-            } else if (kNarrow && warp >= 2) {
-                Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
+            } else if (warp >= 2) {
+                if constexpr (kNarrow) Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
             }
         } else {
             take_registers<kRegisters>();
