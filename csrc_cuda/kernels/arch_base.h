@@ -32,6 +32,7 @@ struct ArchBase {
     // The same number, of which the compiler knows nothing: what depends on it is computed here, not ahead of the loop,
     // where it would cost registers.
     XATTN_DEVICE static s32 fresh(s32 x) { return Isa::fresh(x); }
+    XATTN_DEVICE static u32 fresh_uniform(u32 x) { return Isa::fresh_uniform(x); }  // the same in all lanes
 
     XATTN_DEVICE static float infinity() { return Isa::infinity(); }
     // One instruction, which a comparison and a choice are not; of a number and a NaN it is the number.

@@ -59,8 +59,10 @@ struct Dropout {
             for (int e = 0; e < Arch::kElements; ++e) {
                 if (Arch::col_slot(e) % 2 != 0) continue;
                 const Row& row = rows[Arch::row_slot(e)];
-                const Words words =
-                    numbers((key >> 6) * 8 + (Arch::col_of(lane, e) >> 1), Arch::fresh(row.q_idx), sequence, row.head);
+                // What the rounds do to the key is computed each time: there are no registers for it.
+                const Dropout here{Arch::fresh_uniform(low), Arch::fresh_uniform(high), threshold};
+                const Words words = here.numbers((key >> 6) * 8 + (Arch::col_of(lane, e) >> 1), Arch::fresh(row.q_idx),
+                                                 sequence, row.head);
                 XATTN_UNROLL
                 for (int n = 0; n < kShared; ++n) {
                     const u32 x = words.at(word + n);

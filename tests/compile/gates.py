@@ -99,7 +99,7 @@ _SHIPPED = {
     "d256": (255, 0),
     "d256 softcap alibi": (255, 0),
     "d64 dropout": (255, 0),
-    "d128 dropout": (255, 96),
+    "d128 dropout": (255, 40),
     "d256 dropout": (255, 0),
     "paged d64": (255, 112),
     "paged d128": (255, 96),
@@ -121,7 +121,8 @@ _LATER_ARCHS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121
 _LATER = {"d64": (255, 256), "d128": (255, 224), "d256": (255, 40), "decode-fp8 d128": (255, 0)}
 
 # Vector and accumulation registers together, of 512: bounds are where a wave less would fit on a SIMD, but for masks at
-# d128, which miss it by one, and for decode kernels, of which shared memory admits one wave anyway. clang 22.
+# d128, which miss it by one, and for dropout and decode kernels, of which shared memory admits no more waves anyway.
+# clang 22.
 _CDNA_ARCHS = ("gfx90a", "gfx942", "gfx950")
 _CDNA_REGISTERS = {
     "d64": 128,
@@ -136,8 +137,8 @@ _CDNA_REGISTERS = {
     "d256": 168,
     "d256 softcap alibi": 168,
     "d64 dropout": 128,
-    "d128 dropout": 128,
-    "d256 dropout": 168,
+    "d128 dropout": 160,
+    "d256 dropout": 172,
     "paged d64": 128,
     "paged d128": 128,
     "paged d128 softcap alibi tree": 140,
@@ -160,6 +161,9 @@ _CDNA_SPILLS = {
     "d128 added16": (8, 2, 2),
     "d128 added32": (8, 2, 2),
     "d256 softcap alibi": (2, 0, 0),
+    "d64 dropout": (4, 0, 0),
+    "d128 dropout": (4, 0, 0),
+    "d256 dropout": (4, 0, 0),
 }
 
 # Waves on a compute unit that registers and LDS must admit: two on each SIMD, so that the softmax of one runs behind

@@ -282,6 +282,20 @@ def test_who_answers_gradients(arch, native):
     assert chosen(dropout=True, dropout_start=True) == "reference"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dropout_on_hopper_has_the_shared_backward(head_dim):
+    """Its own kernels for the rest do not draw; where it names them they would ignore the mask."""
+
+    def backward(**fields) -> str:
+        problem = Problem(grads=("q", "k", "v"), head_dim=head_dim, head_dim_v=head_dim, kind="varlen", **fields)
+        found = dispatch.plan(problem, SIZE, from_arch("sm_90"))
+        assert found.backend == "sm90"
+        return str(dict(found.config)["backward"])
+
+    assert backward().startswith("arch/sm90") == (head_dim <= 128)
+    assert not backward(dropout=True).startswith("arch/sm90")
+
+
 FP32 = {"dtype": "fp32", "dtype_kv": "fp32", "dtype_out": "fp32"}
 FP64 = {"dtype": "fp64", "dtype_kv": "fp64", "dtype_out": "fp64"}
 FP8 = {"dtype": "fp8_e4m3", "dtype_kv": "fp8_e4m3"}

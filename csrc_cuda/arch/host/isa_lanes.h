@@ -37,6 +37,7 @@ struct IsaHostLanes {
     static float shuffle_xor(float x, int mask) { return exchange(x, thread_index() % kLanes ^ mask); }
     static s32 shuffle(s32 x, int lane) { return exchange(x, lane); }
     static s32 fresh(s32 x) { return x; }
+    static u32 fresh_uniform(u32 x) { return x; }
 
     static float infinity() { return __builtin_inff(); }
     static float max(float a, float b) { return __builtin_fmaxf(a, b); }

@@ -23,6 +23,7 @@ struct IsaSm80 {
         asm volatile("" : "+r"(x));
         return x;
     }
+    XATTN_DEVICE static u32 fresh_uniform(u32 x) { return u32(fresh(s32(x))); }
 
     // ---- arithmetic
     XATTN_DEVICE static float infinity() { return __int_as_float(0x7f800000); }

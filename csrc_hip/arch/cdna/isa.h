@@ -30,6 +30,11 @@ struct IsaCdna {
         asm volatile("" : "+v"(x));
         return x;
     }
+    XATTN_DEVICE static u32 fresh_uniform(u32 x) {
+        x = u32(__builtin_amdgcn_readfirstlane(s32(x)));
+        asm volatile("" : "+s"(x));
+        return x;
+    }
 
     XATTN_DEVICE static float infinity() { return __builtin_inff(); }
     XATTN_DEVICE static float max(float a, float b) { return __builtin_fmaxf(a, b); }
