@@ -39,7 +39,7 @@ struct BackwardQueries {
     static constexpr int kV = kK + kStages * LayoutK::bytes;
     static constexpr int kKept = kV + kStages * LayoutV::bytes;
     static constexpr int kSpan = max_of(64, kTileN);  // keys of a KeptTile, of which there are two
-    static_assert(kSpan % kTileN == 0, "a tile of keys lies in one");
+    static_assert(!Config::dropout || kSpan % kTileN == 0, "a tile of keys lies in one");
     using Kept = KeptTile<Arch, kThreads, kTileM, kSpan>;
     static constexpr int kSharedBytes = kKept + (Config::dropout ? 2 * Kept::bytes : 0);
 
