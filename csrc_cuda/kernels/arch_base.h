@@ -32,6 +32,7 @@ struct ArchBase {
     // The same number, of which the compiler knows nothing: what depends on it is computed here, not ahead of the loop,
     // where it would cost registers.
     XATTN_DEVICE static s32 fresh(s32 x) { return Isa::fresh(x); }
+    XATTN_DEVICE static u32 fresh_uniform(u32 x) { return Isa::fresh_uniform(x); }  // the same in all lanes
 
     XATTN_DEVICE static float infinity() { return Isa::infinity(); }
     // One instruction, which a comparison and a choice are not; of a number and a NaN it is the number.
@@ -80,6 +81,9 @@ struct ArchBase {
     XATTN_DEVICE static void store_float(Shared at, float x) { Isa::store_shared(at, x); }
     XATTN_DEVICE static float load_float(Shared at) { return Isa::load_shared_float(at); }
     XATTN_DEVICE static void load_floats(float (&x)[4], Shared at) { Isa::load_shared_floats(x, at); }
+    // ---- and other numbers
+    XATTN_DEVICE static void store_byte(Shared at, u32 x) { Isa::store_shared8(at, x); }
+    XATTN_DEVICE static u32 load_word(Shared at) { return Isa::bits(Isa::load_shared_float(at)); }
 
     // ---- 16 bytes of global memory at once, from where 16 divides the address
     template <class Word>

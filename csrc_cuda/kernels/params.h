@@ -6,7 +6,7 @@
 
 namespace xattn {
 
-constexpr int kParamsVersion = 5;
+constexpr int kParamsVersion = 6;
 
 // A tensor of (batch, row, head, head_dim); strides in elements. Packed tensors have no batch stride. A paged cache is
 // (page, slot, head, head_dim).
@@ -97,6 +97,10 @@ struct ForwardParams {
     s32 queue;  // number of the launch's counters; -1: none
     // Of caches of 8 bits.
     Scale q_scale, k_scale, v_scale;
+    // See dropout.h.
+    const s64* dropout_rng;  // (seed, offset)
+    u32 dropout_threshold;   // a number below which a weight is dropped, of 16 bits, in the upper half
+    float dropout_scale;     // of weights that are kept: 1 / (1 - dropout_p), 0 where all are dropped
 };
 
 // A call without functions of the user's. What stands in its place otherwise is made by xattn/user_functions.py:

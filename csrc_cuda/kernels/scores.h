@@ -11,6 +11,7 @@
 // hold, has no finite value in log2.
 #pragma once
 
+#include "kernels/dropout.h"
 #include "kernels/params.h"
 #include "kernels/sequence.h"
 #include "kernels/user_functions.h"
@@ -145,6 +146,18 @@ struct Scores {
             s[n].x[e] = x;
         }
         if (Functions::kReads && XATTN_RARELY(missing != 0)) report(missing, group, key0);
+    }
+
+    // Weights that dropout takes become 0.
+    XATTN_DEVICE void drop(const Dropout& dropout, Accumulator (&w)[kKeyGroups], int group, s32 key0) const {
+        Dropout::Row rows[Arch::kRowsPerLane];
+        XATTN_UNROLL
+        for (int r = 0; r < Arch::kRowsPerLane; ++r) {
+            const s32 place = row0 + group * 16 + Arch::row_of(lane, r), row = query(p, place);
+            rows[r] = {Config::paged ? row + visible.shift : row,
+                       kPackHeads ? head + place - row * s32(p.gqa_ratio.value) : head};
+        }
+        dropout.template drop<Arch>(w, rows, sequence, key0, lane);
     }
 
     // The query at a row of the tile.

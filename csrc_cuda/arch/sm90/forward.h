@@ -198,9 +198,12 @@ struct Sm90Forward {
         Soft soft;
         float
             tile_scale;  // of the scores of the tile whose softmax is under way: all scales in one, or those of q and k
+        Dropout dropout;  // where there is any
 
         XATTN_DEVICE Consumer(const ForwardParams& params, const Buffers& b, int warpgroup)
-            : p(params), buffers(b), group(warpgroup) {}
+            : p(params), buffers(b), group(warpgroup) {
+            if constexpr (Config::dropout) dropout = Dropout::of(p);
+        }
 
         XATTN_DEVICE void run() {
             Span w;
@@ -490,7 +493,17 @@ struct Sm90Forward {
             }
             XATTN_UNROLL
             for (int r = 0; r < 2; ++r) soft.row_sum[r] += part[r][0] + part[r][1];
+            if constexpr (Config::dropout) drop(span, n);
             return moved;
+        }
+        // The sums hold the weights that are dropped.
+        XATTN_DEVICE void drop(const Span& span, s32 n) {
+            const u32 at = buffers.work(span.slot);
+            const Work::Rows rows = Work::Rows::at(at);
+            const int lane = this->lane();
+            const s32 row = first_row(rows) + Arch::row_of(lane, 0) + (Config::paged ? Work::Keys::at(at).shift : 0);
+            const Dropout::Row both[2] = {{row, rows.head}, {row + 8, rows.head}};
+            dropout.template drop<Arch>(acc_s, both, rows.sequence, n * kTileN, lane);
         }
         // What has the scale of plain scores.
         XATTN_DEVICE decltype(auto) scale() const {
@@ -536,6 +549,7 @@ struct Sm90Forward {
                     S::add_sink(p.sinks[rows.head], base, sum, inverse.x[r]);
                 else
                     inverse.x[r] = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
+                if constexpr (Config::dropout) inverse.x[r] *= p.dropout_scale;
                 if (p.lse && row < rows.rows && Arch::first_of_row(lane))
                     Place(p, rows, Work::Start::at(at)).lse[row] = S::lse(base, sum);
                 if (kNarrow) inverse.x[r] *= Work::Factors::at(at).values;
