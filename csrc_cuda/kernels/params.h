@@ -104,13 +104,17 @@ struct ForwardParams {
 };
 
 // A call without functions of the user's. What stands in its place otherwise is made by xattn/user_functions.py:
-// Params has more fields then, and each function that is there gets it, the score (score_mod), the coordinates, and
-// where to note that it asked for an element that a captured tensor has not got. An epilogue gets a run of channels.
-// Out: the element of the output; void: the usual one.
+// Params has more fields then. A ScoreMod or MaskMod loads what is the same for a head, and is asked about each score;
+// both note that they asked for an element that a captured tensor has not got. kReadsEach: one reads captured tensors
+// for each score. An epilogue gets a run of channels. Out: the element of the output; void: the usual one.
 struct NoFunctions {
     using Params = ForwardParams;
     using Out = void;
-    static constexpr bool kScoreMod = false, kMaskMod = false, kReads = false, kEpilogue = false;
+    static constexpr bool kScoreMod = false, kMaskMod = false, kReads = false, kReadsEach = false, kEpilogue = false;
+    template <class A>
+    struct ScoreMod {};
+    template <class A>
+    struct MaskMod {};
 };
 
 }  // namespace xattn

@@ -6,13 +6,6 @@
 #include "arch/host/floats.h"
 #include "kernels/fp8.h"
 
-// Of <math.h>, which in C++ is long to parse, what kernels and users' functions call.
-extern "C" {
-float fabsf(float), floorf(float), ceilf(float), truncf(float), rintf(float), sqrtf(float);
-float expf(float), logf(float), log2f(float), log10f(float), sinf(float), cosf(float);
-float fmodf(float, float), powf(float, float);
-}
-
 namespace xattn {
 
 template <int kLanes>
@@ -44,6 +37,7 @@ struct IsaHostLanes {
     static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
     static float product(float a, float b) { return a * b; }
     static float divide(float a, float b) { return a / b; }
+    static float reciprocal(float x) { return 1.0f / x; }
     static float exact_quotient(float a, float b) { return a / b; }
     static float exp2(float x) { return __builtin_exp2f(x); }
     static float log2(float x) { return __builtin_log2f(x); }

@@ -31,6 +31,11 @@ struct IsaSm80 {
     XATTN_DEVICE static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
     XATTN_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
     XATTN_DEVICE static float divide(float a, float b) { return __fdividef(a, b); }
+    XATTN_DEVICE static float reciprocal(float x) {
+        float y;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
     XATTN_DEVICE static float exact_quotient(float a, float b) { return __fdiv_rn(a, b); }
     XATTN_DEVICE static float exp2(float x) {
         float y;

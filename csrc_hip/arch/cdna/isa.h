@@ -43,7 +43,8 @@ struct IsaCdna {
 #pragma clang fp contract(off)
         return a * b;
     }
-    XATTN_DEVICE static float divide(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
+    XATTN_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+    XATTN_DEVICE static float divide(float a, float b) { return a * reciprocal(b); }
     XATTN_DEVICE static float exact_quotient(float a, float b) { return a / b; }  // clang's default for HIP
     XATTN_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
     XATTN_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
