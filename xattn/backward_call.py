@@ -8,6 +8,7 @@ memory holds no more than them and delta.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -188,9 +189,10 @@ def run(
     """Gradients of the wanted tensors (``Backend.backward``). What was prepared once is launched at once when the same
     is asked of other tensors."""
     names = [name for (name, _), w in zip(x.differentiable(), wanted, strict=True) if w]
+    empty = None if x.sinks is None else _without_weights(x.sinks, lse)
     names_of_tensors = (*TENSORS[x.kind], *(("dropout_rng",) if x.dropout_p else ()))
     given = {n: t for n in names_of_tensors if (t := getattr(x, n)) is not None}
-    given |= {"dout": dout.to(out.dtype), "out": out, "lse": lse}
+    given |= {"dout": dout.to(out.dtype), "out": out, "lse": lse if empty is None else lse.masked_fill(empty, math.inf)}
     if dlse is not None:
         given["dlse"] = dlse
     given = {n: given[n] for n in (*ALIGNED, *(n for n in given if n not in ALIGNED))}
@@ -206,7 +208,8 @@ def run(
         tensors = given
     delta, found = ready(x, list(tensors.values()))
     if "sinks" in names:
-        found["sinks"] = _of_sinks(x, tensors["lse"], delta)
+        assert empty is not None
+        found["sinks"] = _of_sinks(x, lse, torch.where(empty, 0 if dlse is None else -dlse, delta))
     return [found[n] if n in found else torch.zeros_like(getattr(x, n)).contiguous() for n in names]
 
 
@@ -215,6 +218,13 @@ def _question(kernels: Kernels, x: Inputs, given: dict[str, Tensor], names: list
     for name, t in given.items():
         parts += (name, t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16)
     return tuple(parts)
+
+
+def _without_weights(sinks: Tensor, lse: Tensor) -> Tensor:
+    """Rows of which a sink takes all, to the rounding of lse: as if they saw no key, whatever their q, out and dout
+    hold. Without sinks their lse says so."""
+    sinks = sinks.float()[:, None]
+    return lse <= sinks + 5e-7 * sinks.abs().clamp(min=1)
 
 
 def _of_sinks(x: Inputs, lse: Tensor, delta: Tensor) -> Tensor:
