@@ -214,9 +214,9 @@ def _trace(
                     lowered, refusal = native.lowered(
                         role, fn, graph, literals, fakes, lambda *given: call(*given[: len(example)])
                     )
-            mod = Mod(key, _mapped(graph, has_value, name), graph, graph.code, lowered, refusal)
-            if known is None:
-                _try(mod, [*example, *loose], len(value), name)
+                mod = Mod(key, _mapped(graph, has_value, name), graph, graph.code, lowered, refusal)
+                if known is None:
+                    _try(mod, fakes, len(value), name)
     except UnsupportedError as error:
         if str(error).startswith(name):
             raise
@@ -262,11 +262,11 @@ def _reads_values(error: Exception) -> bool:
 
 
 def _try(mod: Mod, example: Sequence[Tensor], values: int, name: str) -> None:
-    """Raises what mapping over elements raises, whatever these are."""
+    """Raises what mapping over elements raises, whatever these are. ``example``: without values, as an index may be
+    out of range that is never asked for, which a GPU does not survive."""
     shapes = (*((1, 1, 1, 1),) * values, (1, 1, 1, 1), (1, 1, 1), (1, 1), (1,))
     lead = [t.reshape(shape) for t, shape in zip(example, shapes, strict=False)]
-    # An index that is out of range may never be asked for.
-    with torch.no_grad(), contextlib.suppress(ValueError):
+    with torch.no_grad():
         try:
             mod.eager(*lead, *example[len(lead) :])
         except UnsupportedError:
