@@ -26,7 +26,9 @@ hypothesis.settings.load_profile("ci")
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+        threads = max(1, torch.get_num_threads() // workers)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
     if not hasattr(config, "workerinput"):  # xdist's workers report to the one process that counts
         config.pluginmanager.register(SkipAccount(), "skip-account")
 

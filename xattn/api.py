@@ -89,7 +89,7 @@ def attention(
             Native kernels have them compiled in: arithmetic, comparisons, where, minima and maxima, roundings,
             exponentials and their kin, whole numbers, and elements of captured tensors. A refusal names an operation
             that they cannot have.
-        epilogue: an ``Epilogue`` applied to the output before it is rounded.
+        epilogue: an ``Epilogue`` applied to the output before it is rounded; natively, too, with the same operations.
             All three are traced with 0-d tensors that have no value: no .item(), .tolist(), .numpy() or Python
             condition on them or on captured tensors, no shape that depends on them, no write into what is captured.
         q_scale, k_scale, v_scale: numbers or float32 tensors, 0-d or (batch, heads_kv), that multiply q, k, v.

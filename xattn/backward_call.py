@@ -8,10 +8,10 @@ memory holds no more than them and delta.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from .problem import Problem, SizeBucket
 _TILE_NAMES = ("tile_m", "tile_n", "num_warps", "min_blocks", "num_stages", "tile_at_once", "parts")
 _ROWS_TILE: Fields = (("tile_m", 64), ("num_warps", 4), ("min_blocks", 1))
 # Inputs that must lie at multiples of 16 bytes stand first.
-_ALIGNED = ("q", "k", "v", "dout", "out")
+ALIGNED = ("q", "k", "v", "dout", "out")
 # Arguments beside tensors that a launch depends on.
 _OPTIONS = ("causal", "window_left", "window_right", "softmax_scale", "softcap", "max_seqlen_q", "max_seqlen_k")
 
@@ -66,8 +66,8 @@ class BackwardBody:
         for element in forward_call.ELEMENTS:
             yield ImageSpec(self.entry("rows"), (("element", element), *_ROWS_TILE), arch)
         for dims, kernel in product(forward_call.padded_dims(self.keys), ("keys", "queries")):
-            for element, switches in forward_call.variants():
-                chosen = _switches(switches)
+            for element, forward in forward_call.variants():
+                chosen = switches(forward)
                 if chosen is not None:
                     fields: Fields = (("element", element), *self.tile(kernel, *dims), *chosen)
                     yield ImageSpec(self.entry(kernel), fields, arch)
@@ -93,7 +93,21 @@ class BackwardBody:
         wanted: list[bool],
     ) -> list[Tensor]:
         """``Backend.backward``. Raises what making and loading an image raises."""
-        return _run(self, x, out, lse, dout, dlse, wanted)
+        return run(self, x, out, lse, dout, dlse, wanted)
+
+    def prepare(self, x: Inputs, given: dict[str, Tensor], names: list[str]) -> tuple[Ready, dict[str, Tensor]]:
+        """``Kernels.prepare``."""
+        give: tuple[str, ...] = tuple(n for n in ("k", "v") if n in names)
+        if give and dict(self.tile("keys", x.head_dim, x.head_dim_v))["parts"] == 1:
+            give = ("k", "v")
+        launches = _Launches(self, x, *read(x, given, self.section_bytes, direct))
+        ready = _Ready(
+            loaded(launches.rows()),
+            loaded(launches.keys(give)) if give else None,
+            loaded(launches.queries()) if "q" in names else None,
+            give,
+        )
+        return ready, launches.tensors
 
     def too_large(self, problem: Problem, size: SizeBucket) -> tuple[Refusal, ...]:
         """As ``Backend.too_large``, of the backward alone."""
@@ -121,17 +135,43 @@ NVIDIA = BackwardBody(
 )
 
 
+class Ready(Protocol):
+    """Prepared launches of a backward."""
+
+    def __call__(self, x: Inputs, inputs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """(delta, gradients of q, k and v by name), from the tensors that were prepared for."""
+
+
+class Kernels(Protocol):
+    """Kernels of a backward."""
+
+    def prepare(self, x: Inputs, given: dict[str, Tensor], names: list[str]) -> tuple[Ready, dict[str, Tensor]]:
+        """Launches that give the gradients of ``names``, and the tensors of ``given`` as they read them."""
+
+
 class _Ready(NamedTuple):
-    """Prepared launches; None where nothing is wanted of one. ``keys_give``: what the kernel over keys makes."""
+    """Launches; None where nothing is wanted of one. ``keys_give``: what the kernel over keys makes."""
 
     rows: Prepared | None
     keys: Prepared | None
     queries: Prepared | None
     keys_give: tuple[str, ...]
 
+    def __call__(self, x: Inputs, inputs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.rows is None:
+            delta = torch.zeros(x.lse_shape, dtype=torch.float32, device=x.q.device)
+        else:
+            (delta,) = self.rows(inputs)
+        found: dict[str, Tensor] = {}
+        if self.keys is not None:
+            found |= dict(zip(self.keys_give, self.keys([*inputs, delta]), strict=True))
+        if self.queries is not None:
+            (found["q"],) = self.queries([*inputs, delta])
+        return delta, found
+
 
 _MOST = 1024
-_known: dict[tuple, _Ready] = {}
+_known: dict[tuple, Ready] = {}
 
 
 def forget() -> None:
@@ -139,49 +179,38 @@ def forget() -> None:
     _known.clear()
 
 
-def _run(
-    body: BackwardBody, x: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool]
+def run(
+    kernels: Kernels, x: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
+    """Gradients of the wanted tensors (``Backend.backward``). What was prepared once is launched at once when the same
+    is asked of other tensors."""
     names = [name for (name, _), w in zip(x.differentiable(), wanted, strict=True) if w]
     given = {n: t for n in TENSORS[x.kind] if (t := getattr(x, n)) is not None}
     given |= {"dout": dout.to(out.dtype), "out": out, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
-    given = {n: given[n] for n in (*_ALIGNED, *(n for n in given if n not in _ALIGNED))}
-    question = _question(body, x, given, names)
+    given = {n: given[n] for n in (*ALIGNED, *(n for n in given if n not in ALIGNED))}
+    question = _question(kernels, x, given, names)
     ready = _known.get(question)
     if ready is None:
-        ready, tensors = _prepared(body, x, given, names)
+        ready, tensors = kernels.prepare(x, given, names)
         if all(tensors[n] is t for n, t in given.items()):
             if len(_known) >= _MOST:
                 _known.clear()
             _known[question] = ready
     else:
         tensors = given
-    return _launched(ready, x, tensors, names)
-
-
-def _question(body: BackwardBody, x: Inputs, given: dict[str, Tensor], names: list[str]) -> tuple:
-    parts: list[object] = [body, x.kind, *names, *(getattr(x, n) for n in _OPTIONS)]
-    for name, t in given.items():
-        parts += (name, t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16)
-    return tuple(parts)
-
-
-def _launched(ready: _Ready, x: Inputs, tensors: dict[str, Tensor], names: list[str]) -> list[Tensor]:
-    inputs = list(tensors.values())
-    if ready.rows is None:
-        delta = torch.zeros(x.lse_shape, dtype=torch.float32, device=x.q.device)
-    else:
-        (delta,) = ready.rows(inputs)
-    found: dict[str, Tensor] = {}
-    if ready.keys is not None:
-        found |= dict(zip(ready.keys_give, ready.keys([*inputs, delta]), strict=True))
-    if ready.queries is not None:
-        (found["q"],) = ready.queries([*inputs, delta])
+    delta, found = ready(x, list(tensors.values()))
     if "sinks" in names:
         found["sinks"] = _of_sinks(x, tensors["lse"], delta)
     return [found[n] if n in found else torch.zeros_like(getattr(x, n)).contiguous() for n in names]
+
+
+def _question(kernels: Kernels, x: Inputs, given: dict[str, Tensor], names: list[str]) -> tuple:
+    parts: list[object] = [kernels, x.kind, *names, *(getattr(x, n) for n in _OPTIONS)]
+    for name, t in given.items():
+        parts += (name, t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16)
+    return tuple(parts)
 
 
 def _of_sinks(x: Inputs, lse: Tensor, delta: Tensor) -> Tensor:
@@ -193,33 +222,53 @@ def _of_sinks(x: Inputs, lse: Tensor, delta: Tensor) -> Tensor:
     return terms.sum(-1 if x.packed else (0, -1)).to(sinks.dtype)
 
 
-def _prepared(
-    body: BackwardBody, x: Inputs, given: dict[str, Tensor], names: list[str]
-) -> tuple[_Ready, dict[str, Tensor]]:
-    """The launches of a call, and its tensors as they read them."""
+def read(
+    x: Inputs, given: dict[str, Tensor], section_bytes: int, direct: Callable[[Tensor], Tensor]
+) -> tuple[Forward, dict[str, Tensor]]:
+    """The call in the terms of the kernels, and its tensors as they read them; ``direct`` copies what they cannot read
+    as it lies."""
     per_head = max(1, x.seqlen_k * (x.head_dim + x.head_dim_v) * 2)
-    described = forward_call.describe(replace(x, return_lse=True), 64, body.section_bytes // per_head, direct)
+    described = forward_call.describe(replace(x, return_lse=True), 64, section_bytes // per_head, direct)
     tensors = dict(given) | described.tensors
     tensors |= {n: direct(given[n]) for n in ("dout", "out")}
     tensors |= {
         n: given[n] if given[n].is_contiguous() else given[n].contiguous() for n in ("lse", "dlse") if n in given
     }
-    give: tuple[str, ...] = tuple(n for n in ("k", "v") if n in names)
-    if give and dict(body.tile("keys", x.head_dim, x.head_dim_v))["parts"] == 1:
-        give = ("k", "v")
-    launches = _Launches(body, x, described, tensors)
-    return (
-        _Ready(
-            _loaded(launches.rows()),
-            _loaded(launches.keys(give)) if give else None,
-            _loaded(launches.queries()) if "q" in names else None,
-            give,
-        ),
-        tensors,
+    return described, tensors
+
+
+def params_of(x: Inputs, described: Forward, tensors: dict[str, Tensor], tile_m: int) -> BackwardParams:
+    """What all kernels are told, with the tiles of queries in order."""
+    p = ForwardParams.from_buffer_copy(described.params)
+    p.out = Operand.of(tensors["out"])
+    p.m_blocks = max(-(-x.seqlen_q // tile_m), int(x.packed))
+    order_sections(p, p.section_heads.value)
+    return BackwardParams(p=p, dout=Operand.of(tensors["dout"]), scale=x.scale)
+
+
+def order_keys(x: Inputs, tile_n: int, section_bytes: int) -> KeyTiles:
+    """The tiles of keys: heads whose queries, and what else is as long, fill ``section_bytes`` together."""
+    packed = int(x.cu_seqlens_k is not None)
+    tiles = KeyTiles(
+        m_blocks=max(-(-x.seqlen_k // tile_n), packed),
+        sequences=x.batch + packed,
+        heads_q=x.num_heads_kv,
+        window_right=-1,
     )
+    per_head = max(1, x.seqlen_q * (x.num_heads_q // x.num_heads_kv) * (x.head_dim + x.head_dim_v) * 2)
+    order_sections(tiles, max(1, section_bytes // per_head))
+    return tiles
 
 
-def _loaded(call: Call) -> Prepared | None:
+def slot_of(name: str) -> int:
+    """Where the address of a tensor goes in BackwardParams."""
+    if name in ("dout", "dlse"):
+        return slot(BackwardParams, name)
+    return BackwardParams.p.offset + forward_call.slot_of(name)
+
+
+def loaded(call: Call) -> Prepared | None:
+    """None where there are no blocks."""
     return launch.prepare(call) if all(call.shape.grid) else None
 
 
@@ -251,17 +300,7 @@ class _Launches:
         """``give``: of which of k and v the gradient is made."""
         x, c = self.x, dict(self._tile("keys"))
         params = self._params(1)
-        ratio = x.num_heads_q // x.num_heads_kv
-        packed = int(x.cu_seqlens_k is not None)
-        tiles = KeyTiles(
-            m_blocks=max(-(-x.seqlen_k // c["tile_n"]), packed),
-            sequences=x.batch + packed,
-            heads_q=x.num_heads_kv,
-            window_right=-1,
-        )
-        per_head = max(1, x.seqlen_q * ratio * (x.head_dim + x.head_dim_v) * 2)
-        order_sections(tiles, max(1, self.body.section_bytes // per_head))
-        params.keys = tiles
+        params.keys = tiles = order_keys(x, c["tile_n"], self.body.section_bytes)
         outputs = []
         for name in give:
             t: Tensor = getattr(x, name)
@@ -277,18 +316,10 @@ class _Launches:
         return self.body.tile(kernel, self.x.head_dim, self.x.head_dim_v)
 
     def _fields(self, kernel: str) -> Fields:
-        switches = _switches(forward_call.switches(replace(self.x, softmax_scale=1.0), self.described.mask))
-        assert switches is not None
-        return (forward_call.element(self.x), *self._tile(kernel), *switches)
+        return (forward_call.element(self.x), *self._tile(kernel), *switches_of(self.x, self.described.mask))
 
     def _params(self, tile_m: int) -> BackwardParams:
-        """What all kernels are told, with the tiles of queries in order."""
-        x, tensors = self.x, self.tensors
-        p = ForwardParams.from_buffer_copy(self.described.params)
-        p.out = Operand.of(tensors["out"])
-        p.m_blocks = max(-(-x.seqlen_q // tile_m), int(x.packed))
-        order_sections(p, p.section_heads.value)
-        return BackwardParams(p=p, dout=Operand.of(tensors["dout"]), scale=x.scale)
+        return params_of(self.x, self.described, self.tensors, tile_m)
 
     @staticmethod
     def _query_tiles(params: BackwardParams) -> int:
@@ -301,7 +332,7 @@ class _Launches:
         arch = self.body.arch or device_of(device).arch
         image, another = forward_call.choose(self.body.entry(kernel), fields, arch)
         warps = int(dict(fields)["num_warps"])
-        slots = tuple(self._slot(name) for name in self.tensors)
+        slots = tuple(slot_of(name) for name in self.tensors)
         return Call(
             image=image,
             symbol="xattn_backward",
@@ -310,21 +341,22 @@ class _Launches:
             params=params,
             slots=slots if kernel == "rows" else (*slots, slot(BackwardParams, "delta")),
             outputs=outputs,
-            aligned=len(_ALIGNED),
+            aligned=len(ALIGNED),
             other_image=another,
         )
 
-    @staticmethod
-    def _slot(name: str) -> int:
-        if name in ("dout", "dlse"):
-            return slot(BackwardParams, name)
-        return BackwardParams.p.offset + forward_call.slot_of(name)
 
-
-def _switches(of_forward: Fields) -> Fields | None:
+def switches(of_forward: Fields) -> Fields | None:
     """The part of a configuration that features decide; None for forward's configuration of scales of any sign, which
     these kernels take as any other."""
     chosen = dict(of_forward)
     if chosen.pop("any_scale"):
         return None
     return tuple(chosen.items())
+
+
+def switches_of(x: Inputs, mask: str) -> Fields:
+    """``switches`` of a call."""
+    found = switches(forward_call.switches(replace(x, softmax_scale=1.0), mask))
+    assert found is not None
+    return found

@@ -226,7 +226,7 @@ def explain(kind: str, given: dict[str, Any], device: Device | None) -> dispatch
     at = device_of(inputs.q.device) if device is None else device
     found = dispatch.plan(inputs.problem(asked(inputs)), inputs.size_bucket(), at, backend=inputs.backend)
     if found.native:
-        mods = [mod for mod in (inputs.score_mod, inputs.mask_mod) if mod is not None and mod.lowered is not None]
+        mods = [mod for _, mod in inputs.functions() if mod is not None and mod.lowered is not None]
         found = replace(found, sources=tuple((mod.key, mod.lowered.source) for mod in mods if mod.lowered))
     if found.backend is None or (call.append is None and call.rotary is None):
         return found
@@ -349,7 +349,8 @@ _refuse_to_export._dynamo_marked_constant = True  # type: ignore[attr-defined]  
 def _epilogue_aux(
     kind: str, epilogue: Epilogue, given: dict[str, Any], lengths: Callable[[], Tensor] | None
 ) -> tuple[Tensor, ...]:
-    """The aux tensors of an epilogue; those of the output's shape by rows, and where each sequence starts in them."""
+    """The aux tensors of an epilogue; those of the output's shape by rows, and where each sequence starts in them, but
+    in dense calls, whose q_idx are the tensors' own."""
     if not epilogue.rows:
         return epilogue.aux
     q, offsets = given["q"], given.get("cu_seqlens_q")
@@ -361,7 +362,9 @@ def _epilogue_aux(
     for n in epilogue.rows:
         if tuple(aux[n].shape) != wanted:
             validate.fail("epilogue", f"a tensor of shape {tuple(aux[n].shape)}", f"{wanted}, the shape of the output")
-        aux[n] = aux[n].flatten(0, -3)
+        aux[n] = aux[n] if kind == "attention" else aux[n].flatten(0, -3)
+    if kind == "attention":
+        return tuple(aux)
     if offsets is not None:
         starts, seqlens_q = offsets[:-1].long(), (offsets[1:] - offsets[:-1]).long()
     else:

@@ -15,7 +15,7 @@ from .capability import Capability, HeadDims, Refusal
 from .device import Device
 from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
-from .inputs import TENSORS, Inputs, is_direct, present
+from .inputs import TENSORS, Inputs, dtype_name, is_direct, present
 from .kernel_call import Call, Output, Shape, slot
 from .launch_params import Divisor, ForwardParams, Operand, Scale
 from .problem import Problem, SizeBucket
@@ -49,10 +49,12 @@ CAPABILITY = Capability(
             "mask_mod",
             "seqused_k",
             "sinks",
+            "epilogue",
             "return_lse",
             "gqa",
         }
     ),
+    dtypes_out=frozenset(dtype_name(dtype) for dtype in user_functions.OUTPUTS),
     lowers=True,
 )
 
@@ -70,7 +72,8 @@ def gradients(capability: Capability) -> Capability:
     return replace(
         capability,
         kinds=frozenset({"attention", "varlen"}),
-        features=capability.features - {"score_mod", "mask_mod"},
+        features=capability.features - {"score_mod", "mask_mod", "epilogue"},
+        dtypes_out=frozenset(),
         lowers=False,
         grads=frozenset({"q", "k", "v", "sinks"}),
     )
@@ -295,11 +298,11 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
 def switches(x: Inputs, mask: str, scaled: bool = False) -> Fields:
     """The part of an image's configuration that the features of a call decide. ``scaled``: scores have a factor that
     only the device knows."""
-    functions = user_functions.of(x)
-    modifies = x.softcap != 0.0 or any(f.role == "score_mod" for f in functions)
+    modifies = x.softcap != 0.0 or x.score_mod is not None
     any_scale = (scaled or x.scale <= 0.0) and not modifies
     chosen = _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, any_scale)
-    return (*chosen, ("functions", user_functions.source(functions))) if functions else chosen
+    functions = user_functions.source_of(x)
+    return chosen if functions is None else (*chosen, ("functions", functions))
 
 
 def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none", any_scale: bool = False) -> Fields:

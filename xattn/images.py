@@ -35,7 +35,10 @@ ConfigValue = int | bool | str
 
 
 class Source(str):
-    """The source of what a user's functions are in a kernel: the struct UserFunctions."""
+    """The source of what a user's functions are in a kernel: the struct UserFunctions. ``scores``: whether they change
+    scores."""
+
+    scores = True
 
 
 @dataclass(frozen=True)

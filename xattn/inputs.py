@@ -88,7 +88,8 @@ class Lowered:
     """A user's function as the source of C++ (fusion/lower.py), and what it is given.
 
     ``tables``: which of its aux tensors it reads, ``forms`` their (element type of C++, dimensions), ``numbers`` the
-    (type of C++, value) of the numbers that it holds.
+    (type of C++, value) of the numbers that it holds; ``runs``: (which of the tables, its dimension) that an epilogue
+    reads by the channel of the output, a run of them at once.
     """
 
     role: str
@@ -96,6 +97,7 @@ class Lowered:
     tables: tuple[int, ...]
     forms: tuple[tuple[str, int], ...]
     numbers: tuple[tuple[str, int | float], ...]
+    runs: tuple[tuple[int, int], ...] = ()
 
     def fields(self) -> list[tuple[str, str]]:
         """(name, type of C++) of its arguments; those of 8 bytes first."""
@@ -240,6 +242,10 @@ class Inputs:
             return (self.num_heads_q, self.q.shape[0])
         return (self.q.shape[0], self.num_heads_q, self.q.shape[1])
 
+    def functions(self) -> tuple[tuple[str, Mod | None], ...]:
+        """The user's, by their roles."""
+        return (("score_mod", self.score_mod), ("mask_mod", self.mask_mod), ("epilogue", self.epilogue))
+
     # ---- the planner's view
     def problem(self, grads: tuple[str, ...] = ()) -> Problem:
         mask = self.attn_mask
@@ -270,11 +276,7 @@ class Inputs:
             score_mod=self.score_mod.key if self.score_mod else "",
             mask_mod=self.mask_mod.key if self.mask_mod else "",
             epilogue=self.epilogue.key if self.epilogue else "",
-            unlowered=tuple(
-                (role, mod.refusal)
-                for role, mod in (("score_mod", self.score_mod), ("mask_mod", self.mask_mod))
-                if mod is not None and mod.refusal
-            ),
+            unlowered=tuple((role, mod.refusal) for role, mod in self.functions() if mod is not None and mod.refusal),
             return_lse=self.return_lse,
             grads=grads,
             deterministic=self.deterministic and bool(grads),

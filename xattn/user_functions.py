@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import UnsupportedError
 from .images import Source
-from .inputs import Inputs, Lowered
+from .inputs import FP8, Inputs, Lowered, dtype_name
 from .launch_params import ForwardParams
 
 _NUMBERS: dict[str, Any] = {
@@ -21,30 +21,64 @@ _NUMBERS: dict[str, Any] = {
     "double": ctypes.c_double,
 }
 _MOST = 2**31 - 1  # of sizes and strides
+# What kernels store, by its name in C++.
+OUTPUTS = {
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.int8: "s8",
+    torch.uint8: "u8",
+}
 
 
 def of(x: Inputs) -> tuple[Lowered, ...]:
     """Those of a call."""
-    return tuple(mod.lowered for mod in (x.score_mod, x.mask_mod) if mod is not None and mod.lowered is not None)
+    return tuple(mod.lowered for _, mod in x.functions() if mod is not None and mod.lowered is not None)
+
+
+def source_of(x: Inputs) -> Source | None:
+    """What config.h holds of those of a call, and of its output's dtype; None where there is nothing to say."""
+    functions, usual = of(x), torch.bfloat16 if dtype_name(x.q.dtype) in FP8 else x.q.dtype
+    if not functions and x.dtype_out == usual:
+        return None
+    return source(functions, "void" if x.dtype_out == usual else OUTPUTS[x.dtype_out], _is_wide(x, functions))
 
 
 @lru_cache(maxsize=256)
-def source(functions: tuple[Lowered, ...]) -> Source:
-    """What config.h holds of them."""
+def source(functions: tuple[Lowered, ...], out: str = "void", wide: bool = False) -> Source:
+    """What config.h holds of them. ``out``: the element of the output, "void" where it is the usual one; ``wide``:
+    captured tensors lie such that runs of an epilogue's channels can be read in pieces of 16 bytes."""
     fields = "".join(f"    {kind} {name};\n" for f in functions for name, kind in f.fields())
     roles = {f.role for f in functions}
     has = {
         "kScoreMod": "score_mod" in roles,
         "kMaskMod": "mask_mod" in roles,
-        "kReads": any(f.tables for f in functions),
+        "kReads": any(f.tables for f in functions if f.role != "epilogue"),
+        "kEpilogue": "epilogue" in roles,
+        "kWide": wide,
     }
     flags = ", ".join(f"{name} = {str(value).lower()}" for name, value in has.items())
-    return Source(
+    made = Source(
         f"struct Captured : ForwardParams {{\n{fields}}};\n"
         f'static_assert(sizeof(Captured) == {ctypes.sizeof(block(_forms(functions)))}, "as the host packs it");\n'
-        f"struct UserFunctions {{\n    using Params = Captured;\n    static constexpr bool {flags};\n"
-        + "".join(f"{f.source}\n" for f in functions)
-        + "};\n"
+        f"struct UserFunctions {{\n    using Params = Captured;\n    using Out = {out};\n"
+        f"    static constexpr bool {flags};\n" + "".join(f"{f.source}\n" for f in functions) + "};\n"
+    )
+    made.scores = bool(roles - {"epilogue"})
+    return made
+
+
+def _is_wide(x: Inputs, functions: tuple[Lowered, ...]) -> bool:
+    """Whether every run of an epilogue's channels is one of whole, aligned elements of a captured tensor."""
+    runs = [(x.epilogue_aux[f.tables[n]], dim) for f in functions for n, dim in f.runs]
+    return bool(runs) and all(
+        t.shape[dim] >= x.head_dim_v
+        and t.stride(dim) == 1
+        and t.data_ptr() % 16 == 0
+        and all(t.stride(d) * t.element_size() % 16 == 0 or t.shape[d] == 1 for d in range(t.dim()) if d != dim)
+        for t, dim in runs
     )
 
 

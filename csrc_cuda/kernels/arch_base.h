@@ -65,11 +65,15 @@ struct ArchBase {
     }
 
     XATTN_DEVICE static float number(u32 bits) { return Isa::number(bits); }
+    XATTN_DEVICE static u32 bits(float x) { return Isa::bits(x); }
     // The code of an 8-bit float (fp8.h).
     template <class Cache>
     XATTN_DEVICE static u32 rounded(float x) {
         return rounded_fp8<Isa, Cache>(x);
     }
+
+    // Two of e4m3 in 16 bits.
+    XATTN_DEVICE static u32 rounded_pair(float low, float high) { return Isa::rounded_pair(low, high); }
 
     // ---- floats in shared memory
     XATTN_DEVICE static void store_float(Shared at, float x) { Isa::store_shared(at, x); }

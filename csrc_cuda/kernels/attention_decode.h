@@ -11,6 +11,7 @@
 // is exact. The scale of keys enters with that of the scores, the scale of values with the division of the output.
 #pragma once
 
+#include "kernels/output.h"
 #include "kernels/paging.h"
 #include "kernels/params.h"
 #include "kernels/scores.h"
@@ -43,6 +44,7 @@ struct AttentionDecode {
     static constexpr bool kNarrow = sizeof(Cache) == 1;
     using S = Scores<Arch, Config, true, kNarrow>;
     using Soft = Softmax<Arch, S, kRows>;
+    using Out = Output<Arch, Config>;
     using Product = typename Choose<kNarrow, typename Arch::template NarrowProduct<Element>, Element>::Type;
     using State = WarpTile<Arch, Config, S, 1, LayoutQ, LayoutK, LayoutV, Cache, Product>;
     static constexpr bool kScaledRows = !Same<Product, Element>::value;  // of Q: bf16 holds what fp16 does not
@@ -398,9 +400,18 @@ struct AttentionDecode {
                 p.lse[at] = S::lse(base, sum);
             }
             if (col < p.head_dim_v) {
-                u16* out = static_cast<u16*>(p.out.data) + place(p.out, p, t, seq, row0 + row) + col;
+                auto* out = Out::at(p.out, place(p.out, p, t, seq, row0 + row) + col);
                 if (inverse == 0.0f) m.x[0] = m.x[1] = m.x[2] = m.x[3] = 0.0f;  // it has no key
                 if (kNarrow && inverse != 0.0f) m.scale(p.v_scale.of(t.sequence, t.kv_head));
+                if constexpr (Out::kChanged) {
+                    XATTN_UNROLL
+                    for (int c = 0; c < 4; ++c) m.x[c] *= inverse;
+                    bool found = true;
+                    Out::apply(p, m.x, t.sequence, head, query + seq.seqlen_k - seq.seqlen_q, col, found);
+                    Out::report(p, found);
+                    Out::store(out, m.x);
+                    continue;
+                }
                 const u64 low = Arch::template pack<Element>(m.x[0] * inverse, m.x[1] * inverse);
                 const u64 high = Arch::template pack<Element>(m.x[2] * inverse, m.x[3] * inverse);
                 *reinterpret_cast<u64*>(out) = low | high << 32;
@@ -414,9 +425,8 @@ struct AttentionDecode {
         const Sequence rest = Sequence::rest(p);
         const s32 ratio = s32(p.gqa_ratio.value);
         for (s32 row = t.m_block; row < rest.seqlen_q * ratio; row += p.m_blocks) {
-            u16* out = static_cast<u16*>(p.out.data) + place(p.out, p, t, rest, row);
-            for (s32 c = thread; c < p.head_dim_v / 8; c += kThreads)
-                *reinterpret_cast<Chunk*>(out + c * 8) = Chunk{{0, 0, 0, 0}};
+            auto* out = Out::at(p.out, place(p.out, p, t, rest, row));
+            for (s32 c = thread; c < p.head_dim_v / 8; c += kThreads) Out::template clear<8>(out + c * 8);
             if (p.lse && thread == 0) {
                 const s32 query = S::query(p, row), head = t.kv_head * ratio + row - query * ratio;
                 p.lse[head * p.lse_head_stride + rest.start_q + query] = -Arch::infinity();

@@ -12,6 +12,7 @@
 // (arch/sm80/arch.h states the interface).
 #pragma once
 
+#include "kernels/output.h"
 #include "kernels/paging.h"
 #include "kernels/params.h"
 #include "kernels/scheduler.h"
@@ -45,6 +46,7 @@ struct AttentionForward {
     static constexpr bool kKeepQ = Config::keep_q;
 
     using S = Scores<Arch, Config>;
+    using Out = Output<Arch, Config>;
     using State = WarpTile<Arch, Config, S, kRowGroups, LayoutQ, LayoutK, LayoutV>;
     using CopyK = KeyCopy<Arch, Config, kThreads, kTileN, kDim>;
     using CopyV = KeyCopy<Arch, Config, kThreads, kTileN, kDimV>;
@@ -116,12 +118,11 @@ struct AttentionForward {
     // Rows of a packed q that belong to no sequence come out as empty rows; the tiles of a head share them.
     XATTN_DEVICE static void clear_rest(const ForwardParams& p, const Tile& t, int thread) {
         const Sequence rest = Sequence::rest(p);
-        u16* out = static_cast<u16*>(p.out.data) + rest.start_q * p.out.row_stride + t.head * p.out.head_stride;
+        auto* out = Out::at(p.out, rest.start_q * p.out.row_stride + t.head * p.out.head_stride);
         const s32 chunks = p.head_dim_v / 8;
         for (s32 row = t.m_block; row < rest.seqlen_q; row += p.m_blocks) {
-            for (s32 c = thread; c < chunks; c += kThreads) {
-                *reinterpret_cast<Chunk*>(out + row * p.out.row_stride + c * 8) = Chunk{{0, 0, 0, 0}};
-            }
+            for (s32 c = thread; c < chunks; c += kThreads)
+                Out::template clear<8>(out + row * p.out.row_stride + c * 8);
             if (p.lse && thread == 0) {
                 p.lse[t.head * p.lse_head_stride + rest.start_q + row] = -Arch::infinity();
             }
@@ -161,8 +162,14 @@ struct AttentionForward {
             for (int d = 0; d < kDimV / 16; ++d) {
                 XATTN_UNROLL
                 for (int e = 0; e < Arch::kElements; ++e) s.acc_o[g][d].x[e] *= inverse[Arch::row_slot(e)];
-                Arch::template store_rows<Element, LayoutO>(so, s.acc_o[g][d], warp_row + g * 16, d * 16, lane);
+                if constexpr (!Out::kChanged)
+                    Arch::template store_rows<Element, LayoutO>(so, s.acc_o[g][d], warp_row + g * 16, d * 16, lane);
             }
+        }
+        if constexpr (Out::kChanged) {
+            XATTN_UNROLL
+            for (int half = 0; half < 2; ++half) store_changed(s, p, scores, t, seq, row0, warp_row, half, so, lane);
+            return;
         }
         Arch::warp_barrier();
         u16* out = static_cast<u16*>(p.out.data) + t.head * p.out.head_stride +
@@ -176,6 +183,38 @@ struct AttentionForward {
                 Arch::store_chunk(out + s64(row0 + row) * p.out.row_stride + col, so, LayoutO::chunk_at(row, col));
             }
         }
+    }
+
+    // Half of the columns go through shared memory as float32, where all of them fit as 16 bits.
+    XATTN_DEVICE static void store_changed(State& s, const ForwardParams& p, const S& scores, const Tile& t,
+                                           const Sequence& seq, s32 row0, int warp_row, int half, Shared so, int lane) {
+        constexpr int kCols = kDimV / 2, per_row = kCols / 8, total = 16 * kRowGroups * per_row;
+        XATTN_UNROLL
+        for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+        for (int d = 0; d < kCols / 16; ++d) XATTN_UNROLL
+        for (int e = 0; e < Arch::kElements; ++e) {
+            const int row = warp_row + g * 16 + Arch::row_of(lane, Arch::row_slot(e)),
+                      col = d * 16 + Arch::col_of(lane, e);
+            Arch::store_float(so + LayoutO::chunk_at(row, col / 4 * 8) + col % 4 * 4,
+                              s.acc_o[g][half * (kCols / 16) + d].x[e]);
+        }
+        Arch::warp_barrier();
+        auto* out = Out::at(p.out, t.head * p.out.head_stride + (p.cu_seqlens_q ? seq.start_q * p.out.row_stride
+                                                                                : t.sequence * p.out.batch_stride));
+        const s32 shift = Config::paged ? scores.visible.shift : 0;
+        bool found = true;
+        for (int index = lane; index < total; index += Arch::kWarpSize) {
+            const int row = warp_row + index / per_row, part = index % per_row, col = half * kCols + 8 * part;
+            if (row0 + row >= seq.seqlen_q || col >= p.head_dim_v) continue;
+            float low[4], high[4];
+            Arch::load_floats(low, so + LayoutO::chunk_at(row, 16 * part));
+            Arch::load_floats(high, so + LayoutO::chunk_at(row, 16 * part + 8));
+            float x[8] = {low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]};
+            Out::apply(p, x, t.sequence, t.head, row0 + row + shift, col, found);
+            Out::store(out + s64(row0 + row) * p.out.row_stride + col, x);
+        }
+        Out::report(p, found);
+        Arch::warp_barrier();
     }
 };
 

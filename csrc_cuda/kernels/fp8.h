@@ -79,5 +79,9 @@ XATTN_DEVICE u32 rounded_fp8(float x) {
     const u32 m = magnitude - (u32(127 - Format::bias) << 23);
     return sign | (m + 0x7ffff + (m >> 20 & 1)) >> 20;
 }
+template <class Isa>
+XATTN_DEVICE u32 rounded_pair_in_software(float low, float high) {
+    return rounded_fp8<Isa, e4m3>(low) | rounded_fp8<Isa, e4m3>(high) << 8;
+}
 
 }  // namespace xattn

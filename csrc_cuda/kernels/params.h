@@ -101,10 +101,12 @@ struct ForwardParams {
 
 // A call without functions of the user's. What stands in its place otherwise is made by xattn/user_functions.py:
 // Params has more fields then, and each function that is there gets it, the score (score_mod), the coordinates, and
-// where to note that it asked for an element that a captured tensor has not got.
+// where to note that it asked for an element that a captured tensor has not got. An epilogue gets a run of channels.
+// Out: the element of the output; void: the usual one.
 struct NoFunctions {
     using Params = ForwardParams;
-    static constexpr bool kScoreMod = false, kMaskMod = false, kReads = false;
+    using Out = void;
+    static constexpr bool kScoreMod = false, kMaskMod = false, kReads = false, kEpilogue = false;
 };
 
 }  // namespace xattn

@@ -93,6 +93,95 @@ XATTN_DEVICE auto at(const Table<T, 0>& t, bool&) {
     return value<A>(*t.data);
 }
 
+// ---- a run of channels of a row of the output
+struct Channel {
+    s32 first;
+};
+XATTN_DEVICE s64 along(s32, s32 stride, Channel d, bool&) { return s64(d.first) * stride; }
+template <class Index>
+XATTN_DEVICE void note_channel(s32, s32, Index, s32&, s32&) {}
+XATTN_DEVICE void note_channel(s32 size, s32 stride, Channel d, s32& left, s32& step) {
+    left = size - d.first, step = stride;
+}
+
+template <int n>
+struct alignas(4 * n) Words {
+    u32 x[n];
+};
+template <class A>
+XATTN_DEVICE float element(float, u32 bits) {
+    return A::number(bits);
+}
+template <class A>
+XATTN_DEVICE bool element(bool, u32 bits) {
+    return (bits & 255) != 0;
+}
+template <class A>
+XATTN_DEVICE bf16 element(bf16, u32 bits) {
+    return {u16(bits)};
+}
+template <class A>
+XATTN_DEVICE fp16 element(fp16, u32 bits) {
+    return {u16(bits)};
+}
+template <class A, class Whole>
+XATTN_DEVICE Whole element(Whole, u32 bits) {
+    return Whole(bits);
+}
+
+// The elements of a captured tensor at N channels, at indices of its other dimensions. `wide`: the channels lie side by
+// side, all that the output has, and each run starts at a multiple of its bytes, or of 16: then they are held as they
+// lie, and nothing jumps.
+template <class A, class T, int N, bool wide>
+struct Run {
+    using Value = decltype(value<A>(T{}));
+    static constexpr int kBytes = N * int(sizeof(T)), kWords = kBytes / 4, kAtOnce = kWords < 4 ? kWords : 4;
+    static constexpr bool kHeld = wide && kWords > 0 && sizeof(T) <= 4;
+    bool there;
+    u32 held[kHeld ? kWords : 1];
+    Value x[kHeld ? 1 : N];
+
+    template <int dims, class... Index>
+    XATTN_DEVICE void load(const Table<T, dims>& t, bool& found, Index... index) {
+        static_assert(sizeof...(Index) == dims, "an index for each dimension");
+        bool in = true;
+        s64 offset = 0;
+        s32 left = 0, step = 0;
+        int d = 0;
+        ((offset += along(t.size[d], t.stride[d], index, in), note_channel(t.size[d], t.stride[d], index, left, step),
+          ++d),
+         ...);
+        found &= in;
+        there = in;
+        if constexpr (kHeld) {
+            const auto* at = reinterpret_cast<const Words<kAtOnce>*>(t.data + (in ? offset : 0));
+            XATTN_UNROLL
+            for (int n = 0; n < kWords / kAtOnce; ++n) {
+                const Words<kAtOnce> w = at[n];
+                XATTN_UNROLL
+                for (int i = 0; i < kAtOnce; ++i) held[n * kAtOnce + i] = w.x[i];
+            }
+        } else {
+            XATTN_UNROLL
+            for (int i = 0; i < N; ++i) {
+                const bool here = in && i < left;
+                found &= i < left;
+                const auto y = value<A>(t.data[here ? offset + s64(i) * step : 0]);
+                x[i] = here ? y : Value(0);
+            }
+        }
+    }
+    XATTN_DEVICE Value at(int i) const {
+        if constexpr (kHeld) {
+            const int byte = i * int(sizeof(T));
+            const Value y = value<A>(element<A>(T{}, held[byte / 4] >> (8 * (byte % 4))));
+            return there ? y : Value(0);
+        } else {
+            return x[i];
+        }
+    }
+};
+
 // ---- whole numbers: quotients towards minus infinity, remainders of the divisor's sign, both 0 for a divisor of 0;
 // what overflows wraps
 template <class T>

@@ -45,7 +45,9 @@ def of_nvidia(image: Image) -> Resources:
         file.write(image.code)
         file.flush()
         usage = run(file_of("nvidia-cuda-cuobjdump", "cuobjdump"), "--dump-resource-usage", file.name)
-        listing = run(file_of("nvidia-cuda-nvdisasm", "nvdisasm"), "--print-code", file.name)
+        # Neither data flow nor columns are read: without them nvdisasm takes a quarter less.
+        plain = ("--print-code", "--no-dataflow", "--print-raw")
+        listing = run(file_of("nvidia-cuda-nvdisasm", "nvdisasm"), *plain, file.name)
     number = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     code = machine_code.of_nvidia(listing)
     stack = number["STACK"] + number["LOCAL"]

@@ -36,18 +36,26 @@ def gradients(args, kwargs, backend, call, seeds=None):
 
 
 def agree(args, kwargs, backend, call=xattn.attention):
-    """With the reference in float32, and bit for bit with itself."""
-    found, seeds = gradients(args, kwargs, backend, call)
+    """With the reference in float32, time after time; where it is asked for, bit for bit with itself, and dk and dv
+    always."""
     wide = lambda x: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
-    exact = {n: wide(x) for n, x in kwargs.items()}
-    truth, _ = gradients([wide(x) for x in args], exact, "reference", call, seeds)
+    exact, seeds = {n: wide(x) for n, x in kwargs.items()}, None
+    for options in (kwargs, kwargs | {"deterministic": True}):
+        found, seeds = gradients(args, options, backend, call, seeds)
+        truth, _ = gradients([wide(x) for x in args], exact, "reference", call, seeds)
+        close(found, truth)
+        for _ in range(2):  # the second time without preparing anything
+            again, _ = gradients(args, options, backend, call, seeds)
+            close(again, truth)
+            same = [0, 1, 2, 3] if "deterministic" in options else [1, 2]
+            assert all(torch.equal(again[n], found[n]) for n in same if n < len(found))
+
+
+def close(found, truth):
     largest = max(t.norm() for t in truth)
     for got, want in zip(found, truth, strict=True):
         assert not got.isnan().any()
         assert ((got.float() - want).norm() <= 1.5e-2 * want.norm() + 1e-3 * largest + 1e-6).item()
-    for _ in range(2):  # the second time without preparing anything
-        again, _ = gradients(args, kwargs, backend, call, seeds)
-        assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
 
 
 LENGTHS = [(a, b) for a in (0, 1, 63, 64, 129, 300) for b in (0, 1, 65, 128, 129, 500)]
@@ -111,7 +119,8 @@ def test_strides_of_dout(launcher, backend):
     for dout in (torch.ones((), device=CUDA, dtype=out.dtype).expand(out.shape), flat[1:].view(out.shape)):
         found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         want = torch.autograd.grad(out, leaves, dout.contiguous().clone(), retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], want[1:], strict=True))
+        torch.testing.assert_close(found[0], want[0], rtol=2e-2, atol=1e-4)
 
 
 def test_thirty_times_the_same_bits(launcher, backend):
@@ -123,7 +132,7 @@ def test_thirty_times_the_same_bits(launcher, backend):
 
 
 def test_memory_is_linear_and_nothing_synchronises(launcher, backend, unsynchronised):
-    """What a backward holds beside its inputs: the gradients, and one number a row."""
+    """What a backward holds beside its inputs: the gradients, three numbers a row, and dq in float32."""
     leaves = [t.requires_grad_() for t in qkv(1, 8192, 8192, 2, 2, 64)]
     out = xattn.attention(*leaves, causal=True, backend=backend)
     dout = torch.randn_like(out)
@@ -134,7 +143,8 @@ def test_memory_is_linear_and_nothing_synchronises(launcher, backend, unsynchron
     torch.cuda.reset_peak_memory_stats()
     with unsynchronised():
         grads = torch.autograd.grad(out, leaves, dout)
-    assert torch.cuda.max_memory_allocated() - before <= sum(g.numel() * 2 for g in grads) + 2 * 8192 * 4 + 8192
+    held = sum(g.numel() * 2 for g in grads) + 4 * grads[0].numel() + 6 * 8192 * 4
+    assert torch.cuda.max_memory_allocated() - before <= held + 8192
 
 
 def test_a_graph_of_forward_and_backward(launcher, backend):
@@ -157,7 +167,9 @@ def test_a_graph_of_forward_and_backward(launcher, backend):
             for t in leaves:
                 t.copy_(torch.randn_like(t))
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(found, step(), strict=True))
+        want = step()
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], want[1:], strict=True))
+        torch.testing.assert_close(found[0], want[0], rtol=2e-2, atol=1e-4)
 
 
 def test_a_long_sequence(launcher, backend):

@@ -47,7 +47,7 @@ class HostLauncher:
                 return []
             outputs, params = made
             for out in outputs:
-                out.fill_(math.nan if out.is_floating_point() else -12345678)
+                out.fill_(math.nan if out.is_floating_point() else 85)
             if call.queue is not None:
                 ctypes.c_int32.from_address(ctypes.addressof(params) + call.queue).value = 5
             message = ctypes.create_string_buffer(512)

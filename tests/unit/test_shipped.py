@@ -14,6 +14,8 @@ from xattn.images import Image, ImageSpec
 from xattn.inputs import Inputs
 from xattn.problem import SizeBucket
 
+_KERNELS = ("rows", "keys", "queries")
+
 SET = Path(__file__).parents[2] / "ci" / "images.toml"
 ROW = '[[images]]\nbackends = ["sm80"]\n'
 
@@ -54,8 +56,9 @@ def test_without_a_checkout(monkeypatch, tmp_path):
         assert {c["head_dim"] for c in configs} == dims and len(configs) == count
         assert all(c["head_dim"] == c["head_dim_v"] and c["attn_mask"] == "none" for c in configs)
         assert not any(c[name] for c in configs for name in ("any_scale", "softcap", "alibi"))
-        of_backward = [s for s in specs if "/backward_" in s.entry]
-        assert len(of_backward) == 2 * (1 + 2 * 8) and len(specs) == len(configs) + len(of_backward)
+        of_backward = [s for s in specs if "/backward" in s.entry]
+        own = 2 * 3 * 3 if arch == "sm_90a" else 0  # three kernels, head dimensions up to 128
+        assert len(of_backward) == 2 * (1 + 2 * 8) + own and len(specs) == len(configs) + len(of_backward)
 
 
 def test_everything_holds_every_option():
@@ -155,8 +158,8 @@ def test_calls_ask_for_images_that_are_named(monkeypatch, backend, arch, dtype, 
 )
 @pytest.mark.parametrize("dims", [(64, 64), (72, 40), (256, 8)], ids=str)
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32], ids=str)
-@pytest.mark.parametrize("scale", [None, -0.5])
-def test_backwards_ask_for_images_that_are_named(monkeypatch, backend, arch, dims, mask, scale):
+@pytest.mark.parametrize("scale, deterministic", [(None, False), (-0.5, False), (None, True)])
+def test_backwards_ask_for_images_that_are_named(monkeypatch, backend, arch, dims, mask, scale, deterministic):
     asked = []
 
     def choose(entry, config, arch_of_this_machine):
@@ -170,10 +173,14 @@ def test_backwards_ask_for_images_that_are_named(monkeypatch, backend, arch, dim
     q, k, v = (torch.zeros(1, n, 2, d) for n, d in ((5, dims[0]), (7, dims[0]), (7, dims[1])))
     q, k, v = (t.bfloat16() for t in (q, k, v))
     options = {} if mask is None else {"attn_mask": torch.zeros(1, 1, 5, 7, dtype=mask)}
-    inputs = Inputs("attention", q, k, v, softmax_scale=scale, **options)
+    inputs = Inputs("attention", q, k, v, softmax_scale=scale, deterministic=deterministic, **options)
     out, lse = torch.zeros(inputs.out_shape).bfloat16(), torch.zeros(inputs.lse_shape)
     wanted = [name in "qkv" for name, _ in inputs.differentiable()]
-    backend.backward(inputs, (), out, lse, out.clone(), None, wanted)
+    config = backend.config(inputs.problem(("q", "k", "v")), SizeBucket.of(1, 2, 5, 7), from_arch(arch.rstrip("a")))
+    backend.backward(inputs, config, out, lse, out.clone(), None, wanted)
     backward_call.forget()
-    assert [s.entry.partition("backward_")[2].partition(".")[0] for s in asked] == ["rows", "keys", "queries"]
+    own = backend is sm90.BACKEND and max(dims) <= 128 and mask is None and not deterministic
+    kernels = ["backward_rows", "backward", "backward_queries"] if own else [f"backward_{n}" for n in _KERNELS]
+    assert [Path(s.entry).stem for s in asked] == kernels
+    assert own == any(s.entry.startswith("arch/sm90/") for s in asked)
     assert set(asked) <= set(shipped.everything(arch))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from xattn import dispatch
+from xattn import dispatch, wgmma_backward
 from xattn.backends import sm90
 from xattn.device import from_arch
 from xattn.problem import Problem, SizeBucket
@@ -90,3 +90,42 @@ def test_pages_that_boxes_can_hold_are_read_by_tma():
     assert plan.backend == "sm80"
     (refusal,) = (r for name, refusals in plan.rejected if name == "sm90" for r in refusals)
     assert str(refusal) == "page_size = 12: its kernels cannot read the tensor as it lies (allowed: multiples of 8)"
+
+
+GRADS = Problem(kind="varlen", grads=("q", "k", "v"), return_lse=True)
+
+
+def backward_of(**changes) -> str:
+    size = SizeBucket.of(2, 16, 2048, 2048, 4096)
+    plan = dispatch.cached_plan(replace(GRADS, **changes), size, HOPPER, "sm90")
+    return str(dict(plan.config)["backward"])
+
+
+@pytest.mark.parametrize(
+    "changes, tile",
+    [
+        ({}, "64x128"),
+        ({"head_dim": 64, "head_dim_v": 64}, "128x128"),
+        ({"head_dim": 40, "head_dim_v": 72}, "64x128"),
+        ({"softcap": True, "sinks": True, "seqused_k": True, "causal": True, "gqa_ratio": 4}, "64x128"),
+        ({"window": True, "alibi_slopes": True, "dtype": "fp16", "dtype_kv": "fp16", "dtype_out": "fp16"}, "64x128"),
+    ],
+    ids=str,
+)
+def test_the_backward_of_hoppers_own(changes, tile):
+    assert backward_of(**changes) == f"arch/sm90, {tile}, dq added up in no fixed order"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"deterministic": True}, {"head_dim": 136}, {"head_dim_v": 192}, {"attn_mask": "bool"}], ids=str
+)
+def test_the_shared_backward_answers_the_rest_openly(changes):
+    assert backward_of(**changes).startswith("arch/sm80 compiled for sm_90a, keys ")
+
+
+def test_every_configuration_of_the_backward_has_its_images_and_fits():
+    own = [s for s in sm90.BACKEND.images("sm_90a") if s.entry.startswith("arch/sm90/backward")]
+    parts = {part: [s for s in own if s.entry == f"arch/sm90/backward{part}.cu"] for part in ("", "_rows", "_queries")}
+    # Seven pairs of head dimensions, two elements; with and without softcap and ALiBi.
+    assert {part: len(found) for part, found in parts.items()} == {"": 56, "_rows": 14, "_queries": 14}
+    assert all(wgmma_backward.shared_bytes(s.config) <= 227 * 1024 for s in parts[""])

@@ -10,7 +10,6 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import append_call, backward_call, decode_call, forward_call, jit, launch
@@ -18,11 +17,13 @@ from ..capability import HeadDims, Refusal
 from ..device import Device
 from ..device import of as device_of
 from ..forward_call import Fields
-from ..images import ImageSpec
-from ..inputs import Inputs, is_direct
-from ..kernel_call import Call, Shape, TensorMap
+from ..images import ImageSpec, Source
+from ..inputs import Inputs
+from ..kernel_call import Call, Shape
 from ..launch_params import ForwardParams
 from ..problem import Problem, SizeBucket
+from ..tensor_maps import mapped, tensor_map
+from ..wgmma_backward import WgmmaBackward
 from .base import Backend, Config
 
 CAPABILITY = replace(
@@ -45,8 +46,8 @@ FP8 = replace(
 FP8_CACHE = forward_call.fp8_cache(CAPABILITY, "fp8_e4m3")
 
 _ENTRY, _ARCH = "arch/sm90/forward.cu", "sm_90a"  # Hopper's own instructions are in sm_90a only
-# No kernel of Hopper's own yet: sm80's, compiled for it.
-BACKWARD = replace(backward_call.NVIDIA, arch=_ARCH)
+# Beside the kernels of Hopper's own, sm80's, compiled for it.
+BACKWARD = WgmmaBackward(shared=replace(backward_call.NVIDIA, arch=_ARCH))
 _DIMS = (64, 96, 128, 192, 256)  # other head dimensions are padded by TMA to the next
 
 
@@ -143,7 +144,7 @@ def tile(problem: Problem, size: SizeBucket) -> Tile:
 
 
 def _is_plain(switches: Fields) -> bool:
-    return all(value in (False, "none") for _, value in switches)
+    return all(not value.scores if isinstance(value, Source) else value in (False, "none") for _, value in switches)
 
 
 def _fields(element: tuple[str, str], sizes: Fields, paged: bool, switches: Fields) -> Fields:
@@ -162,7 +163,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
     sizes = tuple((n, _number(options[n])) for n in _SIZE_NAMES)
     tile_n, groups = (_number(options[n]) for n in ("tile_n", "num_warpgroups"))
     tile_m = 64 * groups
-    forward = forward_call.describe(x, tile_m, _section(x), _direct)
+    forward = forward_call.describe(x, tile_m, _section(x), mapped)
     fields = _fields(forward_call.element(x), sizes, paged, forward_call.switches(x, forward.mask))
     image, another = forward_call.choose(_ENTRY, fields, _ARCH)
     made = params_with(type(forward.params))
@@ -189,7 +190,7 @@ def _prepare(inputs: Inputs, config: Config) -> tuple[Call, dict[str, Tensor]]:
         slots=forward.slots(base),
         outputs=tuple(replace(o, offset=base + o.offset) for o in forward.outputs),
         aligned=3,
-        maps=tuple(_map(field.offset, n, t, rows) for (field, rows), (n, t) in zip(boxes, numbered, strict=True)),
+        maps=tuple(tensor_map(field.offset, n, t, rows) for (field, rows), (n, t) in zip(boxes, numbered, strict=True)),
         other_image=another,
         queue=made.queue.offset if forward.tiles > sms else None,
     )
@@ -224,24 +225,6 @@ def _section(x: Inputs) -> int:
 def _number(value: object) -> int | bool:
     assert isinstance(value, int)
     return value
-
-
-def _map(offset: int, number: int, t: Tensor, rows: int) -> TensorMap:
-    """(head_dim, row, head, sequence) in boxes of 128 bytes and ``rows`` rows, swizzled by 128 bytes."""
-    if t.dim() == 3:
-        t = t[None]
-    order = (3, 1, 2, 0)
-    sizes = tuple(max(1, t.shape[n]) for n in order)
-    width = t.element_size()
-    strides = tuple(width if n == 3 else width * t.stride(n) if t.shape[n] > 1 else 16 for n in order)
-    element = {torch.float16: 6, torch.bfloat16: 9}.get(t.dtype, 0)  # 0: bytes
-    return TensorMap(offset, number, element, sizes, strides, (128 // width, rows, 1, 1), swizzle=3, l2_promotion=3)
-
-
-def _direct(t: Tensor) -> Tensor:
-    """The tensor, or a copy of it that TMA can read: rows at multiples of 16 bytes, no stride 0."""
-    moves = all(s > 0 or n <= 1 for s, n in zip(t.stride(), t.shape, strict=True))
-    return t if moves and is_direct(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def _images(arch: str) -> Iterator[ImageSpec]:
@@ -279,6 +262,12 @@ def _config(problem: Problem, size: SizeBucket, device: Device) -> Config:
     return (*config, *measured, *BACKWARD.plan(problem))
 
 
+def _yields(problem: Problem) -> str:
+    """cuDNN's backward is faster than Hopper's own from head_dim 65 on (csrc_cuda/arch/sm90/NOTES.md)."""
+    own = BACKWARD.serves(problem) and max(problem.head_dim, problem.head_dim_v) <= 64
+    return "" if own else forward_call.yields(problem)
+
+
 BACKEND = Backend(
     "sm90",
     native=True,
@@ -286,7 +275,7 @@ BACKEND = Backend(
     prepare=_prepare,
     config=_config,
     backward=BACKWARD.backward,
-    yields=forward_call.yields,
+    yields=_yields,
     missing=_missing,
     too_large=_too_large,
     images=_images,

@@ -16,8 +16,9 @@ class Epilogue:
     channel. ``aux``: tensors handed on to it (others that it captures work too). ``out_dtype``: the dtype of the
     result, default that of the call.
 
-    ``rows``: which of ``aux`` have the shape of the output: they are handed on as (rows, heads_q, head_dim_v), and
-    behind all aux where the sequences start (see ``_of_row``). Ready-made epilogues set it.
+    ``rows``: which of ``aux`` have the shape of the output. In dense calls they are handed on as they are, in others as
+    (rows, heads_q, head_dim_v), and behind all aux where the sequences start (see ``_of_row``). Ready-made epilogues
+    set it.
     """
 
     def __init__(self, fn: Callable[..., Any], aux: tuple[Tensor, ...] = (), out_dtype: torch.dtype | None = None):
@@ -38,8 +39,9 @@ class Epilogue:
         first, second = self.fn, other.fn
         end = len(self.aux)
         mine, theirs = slice(None, end), slice(end, end + len(other.aux))
-        # Where sequences start stands behind all aux, for those that read by rows.
-        my_rows, their_rows = (slice(-1, None) if e.rows else slice(0, 0) for e in (self, other))
+        # Where sequences start stands behind all aux, if anywhere, for those that read by rows.
+        starts = slice(end + len(other.aux), None)
+        my_rows, their_rows = (starts if e.rows else slice(0, 0) for e in (self, other))
 
         def both(o, b, h, q_idx, d, *aux):
             o = first(o, b, h, q_idx, d, *aux[mine], *aux[my_rows])
@@ -65,17 +67,19 @@ class Epilogue:
         return f"Epilogue({', '.join(parts)})"
 
 
-def _residual(o, b, h, q_idx, d, x, starts):
+def _residual(o, b, h, q_idx, d, x, starts=None):
     return o + _of_row(x, starts, b, h, q_idx, d)
 
 
-def _gate(o, b, h, q_idx, d, x, starts):
+def _gate(o, b, h, q_idx, d, x, starts=None):
     return o * torch.nn.functional.silu(_of_row(x, starts, b, h, q_idx, d))
 
 
 def _of_row(x, starts, b, h, q_idx, d):
-    """The element of x (rows, heads, head_dim_v). Sequence b has its row of q_idx 0 at starts[b], if it has one; the
-    last row stands at the end."""
+    """The element of x (batch, seqlen_q, heads, head_dim_v), or of x (rows, heads, head_dim_v). There sequence b has
+    its row of q_idx 0 at starts[b], if it has one; the last row stands at the end."""
+    if starts is None:
+        return x[b, q_idx, h, d]
     return x[torch.minimum(starts[b] + q_idx, starts[-1]), h, d]
 
 

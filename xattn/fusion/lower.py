@@ -1,13 +1,18 @@
-"""The graph of a user's score_mod or mask_mod as the source of a C++ function, which is compiled into the kernels.
+"""The graph of a user's score_mod, mask_mod or epilogue as the source of a C++ function, which is compiled into the
+kernels.
 
 One source serves every vendor: plain C++ over csrc_cuda/kernels/user_functions.h. Numbers that the function holds
 become arguments, so that new ones give the same source; those written in its code are constants where they are whole,
 as a division by a known number is a multiplication. Whole numbers are s32 where the ranges of indices show that they
 fit, otherwise s64.
+
+An epilogue is asked for a run of N channels of a row. What does not depend on the output or its channel is computed
+once for all of them, and captured tensors that are indexed by the channel as it is are read in one piece.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +22,7 @@ import torch
 from ..inputs import Lowered
 
 COORDINATES = ("b", "h", "q_idx", "kv_idx")
+_OF_OUTPUT = ("b", "h", "q_idx", "d")
 ELEMENTS = {
     torch.float64: "double",
     torch.float32: "float",
@@ -32,6 +38,7 @@ ELEMENTS = {
 _FAR = (1 << 30) - 1  # indices and numbers that are taken for small are not farther from 0
 S32, S64 = (-(1 << 31), (1 << 31) - 1), (-(1 << 63), (1 << 63) - 1)
 _MOST_BYTES = 1024  # of arguments
+_DECLARED = re.compile(r"const (\w+) (\w+) =")
 
 
 APPLY: dict[str, Callable[[int, int], int]] = {
@@ -54,7 +61,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """A name or literal of C++. ``range``: of whole numbers. ``of_score``: whether it depends on the score."""
+    """A name or literal of C++. ``range``: of whole numbers. ``of_score``: whether it depends on the score; in an
+    epilogue, on the output or its channel."""
 
     code: str
     type: str  # bool, s32, s64, float, double
@@ -79,7 +87,9 @@ class Lowering:
 
     def __init__(self, role: str, literals: frozenset[int]):
         self.role, self.literals = role, literals
-        self.lines: list[str] = []
+        self.lines: list[tuple[str, bool]] = []  # and whether it is one of each element's
+        self.runs: list[tuple[int, int]] = []  # (which of the tables, its dimension) that are read in one piece
+        self.held: list[str] = []  # what declares them
         self.numbers: list[tuple[str, int | float]] = []  # (type, value)
         self.tables: dict[int, tuple[str, int]] = {}  # aux number: (element, dimensions)
         self.values: dict[torch.fx.Node, Any] = {}
@@ -87,16 +97,17 @@ class Lowering:
     def run(self, graph: torch.fx.GraphModule) -> Lowered:
         """Its source; raises Refused."""
         arguments = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        lead = [] if self.role == "mask_mod" else ["score"]
-        for node, name in zip(arguments, (*lead, *COORDINATES), strict=False):
+        lead = {"score_mod": ["score"], "mask_mod": [], "epilogue": ["o"]}[self.role]
+        at = _OF_OUTPUT if self.role == "epilogue" else COORDINATES
+        for node, name in zip(arguments, (*lead, *at), strict=False):
             dtype = node.meta["val"].dtype
-            if name == "score":
+            if name in lead:
                 if dtype != torch.float32:
-                    raise Refused(f"a score of {name_of(dtype)}", node.name)
+                    raise Refused(f"{'an output' if name == 'o' else 'a score'} of {name_of(dtype)}", node.name)
                 self.values[node] = Value(name, "float", dtype, of_score=True)
             else:
                 low = -_FAR if name == "q_idx" else 0
-                self.values[node] = Value(name, "s32", dtype, (low, _FAR))
+                self.values[node] = Value(name, "s32", dtype, (low, _FAR), of_score=name == "d")
         for n, node in enumerate(arguments[len(lead) + 4 :]):
             t = node.meta["val"]
             self.values[node] = View(n, t.dtype, tuple(range(t.dim())))
@@ -113,19 +124,50 @@ class Lowering:
             except Refused as refused:
                 raise Refused(refused.operation, refused.node or node.name) from None
         kind = "bool" if self.role == "mask_mod" else "float"
-        self.lines.append(f"return {self.cast(result, kind).code};")
-        return self._lowered(kind)
+        return self._lowered(kind, self.cast(result, kind).code)
 
-    def _lowered(self, kind: str) -> Lowered:
-        score = "" if self.role == "mask_mod" else "float score, "
-        at = ", ".join(f"s32 {name}" for name in COORDINATES)
-        given = f"const Captured& c, {score}{at}, bool& found"
-        head = f"template <class A>\nXATTN_DEVICE static {kind} {self.role}({given}) {{"
-        source = "\n".join([head, *(f"    {line}" for line in self.lines), "}"])
-        found = Lowered(self.role, source, tuple(self.tables), tuple(self.tables.values()), tuple(self.numbers))
+    def _lowered(self, kind: str, result: str) -> Lowered:
+        if self.role == "epilogue":
+            source = self._of_a_run(result)
+        else:
+            score = "" if self.role == "mask_mod" else "float score, "
+            at = ", ".join(f"s32 {name}" for name in COORDINATES)
+            given = f"const Captured& c, {score}{at}, bool& found"
+            head = f"template <class A>\nXATTN_DEVICE static {kind} {self.role}({given}) {{"
+            source = "\n".join([head, *(f"    {line}" for line, _ in self.lines), f"    return {result};", "}"])
+        tables, forms, runs = tuple(self.tables), tuple(self.tables.values()), tuple(dict.fromkeys(self.runs))
+        found = Lowered(self.role, source, tables, forms, tuple(self.numbers), runs)
         if found.bytes > _MOST_BYTES:
             raise Refused(f"{found.bytes} bytes of captured tensors and numbers, more than {_MOST_BYTES},")
         return found
+
+    def _of_a_run(self, result: str) -> str:
+        """An epilogue of channels ``first``, ``first`` + 1 ... of a row: what is read ahead and computed once for all
+        of them, and what ``x`` becomes."""
+        at = "s32 b, s32 h, s32 q_idx, s32 first, bool& found"
+        members = [found for line, each in self.lines if not each and (found := _DECLARED.match(line))]
+        once = [_DECLARED.sub(r"\2 =", line) for line, each in self.lines if not each]
+        return "\n".join(
+            [
+                "template <class A, int N>",
+                "struct Epilogue {",
+                *(f"    {found[1]} {found[2]};" for found in members),
+                *(f"    {line}" for line in self.held),
+                f"    XATTN_DEVICE void load(const Captured& c, {at}) {{",
+                *(f"        {line}" for line in once),
+                "    }",
+                f"    XATTN_DEVICE void apply(const Captured& c, float (&x)[N], {at}) const {{",
+                "        XATTN_UNROLL",
+                "        for (int i = 0; i < N; ++i) {",
+                "            const s32 d = first + i;",
+                "            const float o = x[i];",
+                *(f"            {line}" for line, each in self.lines if each),
+                f"            x[i] = {result};",
+                "        }",
+                "    }",
+                "};",
+            ]
+        )
 
     # ---- operands
     def read(self, arg: Any) -> Value | int | float | bool:
@@ -147,10 +189,24 @@ class Lowering:
         picked = dict(view.picked)
         self.tables.setdefault(view.table, (ELEMENTS[view.dtype], len(picked)))
         slot = list(self.tables).index(view.table)
+        of_score = any(v.of_score for v in picked.values())
+        if self.role == "epilogue" and of_score:
+            varying = [dim for dim in sorted(picked) if picked[dim].of_score]
+            if len(varying) == 1 and picked[varying[0]].code == "d":
+                return self._run(view, slot, varying[0])
         index = "".join(f", {picked[d].code}" for d in sorted(picked))
         code = f"user::at<A>(c.{self.role}_t{slot}, found{index})"
-        of_score = any(v.of_score for v in picked.values())
         return self.keep(Value(code, type_of(view.dtype), view.dtype, range_of(view.dtype), of_score))
+
+    def _run(self, view: View, slot: int, channel: int) -> Value:
+        """The elements of a row of a captured tensor that stand at the channels of the run."""
+        self.runs.append((slot, channel))
+        name, element = f"x{len(self.lines)}", ELEMENTS[view.dtype]
+        index = "".join(f", {'user::Channel{first}' if d == channel else v.code}" for d, v in sorted(view.picked))
+        self.held.append(f"user::Run<A, {element}, N, kWide> {name};")
+        self.lines.append((f"{name}.load(c.{self.role}_t{slot}, found{index});", False))
+        kind = type_of(view.dtype)
+        return self.keep(Value(f"{name}.at(i)", kind, view.dtype, range_of(view.dtype), of_score=True))
 
     def keep(self, value: Value) -> Value:
         """A name for the value of an expression."""
@@ -158,7 +214,7 @@ class Lowering:
         code = value.code
         bare = code[1:-1]  # without parentheses around all of it
         whole = code.startswith("(") and bare.count("(") == bare.count(")") and bare.find(")") >= bare.find("(")
-        self.lines.append(f"const {value.type} {name} = {bare if whole else code};")
+        self.lines.append((f"const {value.type} {name} = {bare if whole else code};", value.of_score))
         return replace(value, code=name)
 
     def _number(self, x: int | float | bool, kind: str) -> Value:

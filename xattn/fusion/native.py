@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..inputs import Lowered
 from . import captured, operations
-from .lower import RULES, Lowering, Refused, name_of_operation
+from .lower import RULES, VIEWS, Lowering, Refused, name_of_operation
 
 operations  # noqa: B018 - the rules are there when it is imported
 
@@ -74,8 +74,9 @@ def _decompositions(graph: torch.fx.GraphModule) -> dict[Any, Callable[..., Any]
     from torch._decomp import decomposition_table
 
     targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+    known = {*RULES, *VIEWS}
     return {
-        t: decomposition_table[t] for t in targets if t in decomposition_table and name_of_operation(t) not in RULES
+        t: decomposition_table[t] for t in targets if t in decomposition_table and name_of_operation(t) not in known
     }
 
 

@@ -32,7 +32,8 @@ def _arithmetic(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
     op = {"add": "+", "sub": "-", "rsub": "-", "subtract": "-"}.get(name, "*")
     if dtype == torch.bool and op in "+*":
         x, y = (w.as_dtype(v, dtype) for v in (a, b))
-        return Value(f"({x.code} {'||' if op == '+' else '&&'} {y.code})", "bool", dtype)
+        of_score = x.of_score or y.of_score
+        return Value(f"({x.code} {'||' if op == '+' else '&&'} {y.code})", "bool", dtype, of_score=of_score)
     return w.binary(op, dtype, a, b)
 
 

@@ -210,12 +210,10 @@ def _trace(
                 known = _kept.get(key)
                 if known is not None:
                     lowered, refusal = known.lowered, known.refusal
-                elif coordinates[-1] == "kv_idx":
+                else:
                     lowered, refusal = native.lowered(
                         role, fn, graph, literals, fakes, lambda *given: call(*given[: len(example)])
                     )
-                else:
-                    lowered, refusal = None, ""
             mod = Mod(key, _mapped(graph, has_value, name), graph, graph.code, lowered, refusal)
             if known is None:
                 _try(mod, [*example, *loose], len(value), name)

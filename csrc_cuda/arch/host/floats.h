@@ -1,7 +1,7 @@
 // 16-bit floats on the CPU: widening, and rounding to nearest even.
 #pragma once
 
-#include <cstring>
+#include <string.h>
 
 #include "kernels/platform.h"
 
@@ -9,12 +9,12 @@ namespace xattn::host {
 
 inline u32 bits_of(float x) {
     u32 y;
-    std::memcpy(&y, &x, 4);
+    memcpy(&y, &x, 4);
     return y;
 }
 inline float float_of(u32 x) {
     float y;
-    std::memcpy(&y, &x, 4);
+    memcpy(&y, &x, 4);
     return y;
 }
 

@@ -8,24 +8,24 @@ namespace xattn {
 struct IsaHostAmd : IsaHostLanes<64> {
     static constexpr int kWave = 64;
 
-    static void store_shared(u32 at, const Chunk& c) { std::memcpy(Block::current->at(at, 16), &c, 16); }
+    static void store_shared(u32 at, const Chunk& c) { memcpy(Block::current->at(at, 16), &c, 16); }
     using IsaHostLanes::store_shared;
-    static void store_shared(u32 at, u32 x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
-    static void load_shared(u32 (&x)[2], u32 at) { std::memcpy(x, Block::current->at(at, 8), 8); }
+    static void store_shared(u32 at, u32 x) { memcpy(Block::current->at(at, 4), &x, 4); }
+    static void load_shared(u32 (&x)[2], u32 at) { memcpy(x, Block::current->at(at, 8), 8); }
     static u32 load_shared8(u32 at) { return *Block::current->at(at, 1); }
     static u32 load_shared32(u32 at) {
         u32 x;
-        std::memcpy(&x, Block::current->at(at, 4), 4);
+        memcpy(&x, Block::current->at(at, 4), 4);
         return x;
     }
     static u32 load_shared16(u32 at) {
         u16 x;
-        std::memcpy(&x, Block::current->at(at, 2), 2);
+        memcpy(&x, Block::current->at(at, 2), 2);
         return x;
     }
     static Chunk load_shared_chunk(u32 at) {
         Chunk c;
-        std::memcpy(&c, Block::current->at(at, 16), 16);
+        memcpy(&c, Block::current->at(at, 16), 16);
         return c;
     }
 
@@ -35,7 +35,7 @@ struct IsaHostAmd : IsaHostLanes<64> {
             float* d;
             const u32 *a, *b;
         } mine{d, a, b};
-        Block::current->in_warp(&mine, [](std::vector<void*>& lanes) {
+        Block::current->in_warp(&mine, [](void** lanes) {
             float left[16][16], right[16][16], sum[16][16] = {};
             for (int l = 0; l < kWave; ++l) {
                 const Lane& lane = *static_cast<Lane*>(lanes[l]);

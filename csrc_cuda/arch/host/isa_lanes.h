@@ -2,11 +2,16 @@
 // and isa_amd.h share.
 #pragma once
 
-#include <cmath>
-
 #include "arch/host/fibres.h"
 #include "arch/host/floats.h"
 #include "kernels/fp8.h"
+
+// Of <math.h>, which in C++ is long to parse, what kernels and users' functions call.
+extern "C" {
+float fabsf(float), floorf(float), ceilf(float), truncf(float), rintf(float), sqrtf(float);
+float expf(float), logf(float), log2f(float), log10f(float), sinf(float), cosf(float);
+float fmodf(float, float), powf(float, float);
+}
 
 namespace xattn {
 
@@ -22,10 +27,10 @@ struct IsaHostLanes {
     }
     static bool any(bool x) {
         bool mine = x;
-        Block::current->in_warp(&mine, [](std::vector<void*>& lanes) {
+        Block::current->in_warp(&mine, [](void** lanes) {
             bool all = false;
-            for (void* l : lanes) all |= *static_cast<bool*>(l);
-            for (void* l : lanes) *static_cast<bool*>(l) = all;
+            for (int l = 0; l < kLanes; ++l) all |= *static_cast<bool*>(lanes[l]);
+            for (int l = 0; l < kLanes; ++l) *static_cast<bool*>(lanes[l]) = all;
         });
         return mine;
     }
@@ -33,14 +38,14 @@ struct IsaHostLanes {
     static s32 shuffle(s32 x, int lane) { return exchange(x, lane); }
     static s32 fresh(s32 x) { return x; }
 
-    static float infinity() { return INFINITY; }
-    static float max(float a, float b) { return std::fmax(a, b); }
-    static float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
+    static float infinity() { return __builtin_inff(); }
+    static float max(float a, float b) { return __builtin_fmaxf(a, b); }
+    static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
     static float product(float a, float b) { return a * b; }
     static float divide(float a, float b) { return a / b; }
     static float exact_quotient(float a, float b) { return a / b; }
-    static float exp2(float x) { return std::exp2f(x); }
-    static float log2(float x) { return std::log2f(x); }
+    static float exp2(float x) { return __builtin_exp2f(x); }
+    static float log2(float x) { return __builtin_log2f(x); }
     template <class Element>
     static u32 pack(Element, float low, float high) {
         return u32(host::round_to<Element>(low)) | u32(host::round_to<Element>(high)) << 16;
@@ -65,19 +70,20 @@ struct IsaHostLanes {
     static void widen(Element, Cache, u32 word, u32 (&x)[2]) {
         widen_in_software<IsaHostLanes, Element, Cache>(word, x);
     }
-    static void store_shared(u32 at, float x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
+    static u32 rounded_pair(float low, float high) { return rounded_pair_in_software<IsaHostLanes>(low, high); }
+    static void store_shared(u32 at, float x) { memcpy(Block::current->at(at, 4), &x, 4); }
     static float load_shared_float(u32 at) {
         float x;
-        std::memcpy(&x, Block::current->at(at, 4), 4);
+        memcpy(&x, Block::current->at(at, 4), 4);
         return x;
     }
-    static void load_shared_floats(float (&x)[4], u32 at) { std::memcpy(x, Block::current->at(at, 16), 16); }
+    static void load_shared_floats(float (&x)[4], u32 at) { memcpy(x, Block::current->at(at, 16), 16); }
 
     template <class Word>
     static void load_global(Word (&x)[4], const void* at) {
-        std::memcpy(x, at, 16);
+        memcpy(x, at, 16);
     }
-    static void store_global(u16* at, const u32 (&x)[4]) { std::memcpy(at, x, 16); }
+    static void store_global(u16* at, const u32 (&x)[4]) { memcpy(at, x, 16); }
 
     // Thread blocks run one after the other.
     static void device_fence() {}
@@ -86,9 +92,9 @@ struct IsaHostLanes {
         *at += x;
         return old;
     }
-    static void store_global(float* at, const float (&x)[4]) { std::memcpy(at, x, 16); }
+    static void store_global(float* at, const float (&x)[4]) { memcpy(at, x, 16); }
     static float load_fresh(const float* at) { return *at; }
-    static void load_fresh(float (&x)[4], const float* at) { std::memcpy(x, at, 16); }
+    static void load_fresh(float (&x)[4], const float* at) { memcpy(x, at, 16); }
 
     template <class Element>
     static float widen(Element x) {
@@ -103,10 +109,10 @@ struct IsaHostLanes {
             T x;
             int from;
         } mine{x, from};
-        Block::current->in_warp(&mine, [](std::vector<void*>& lanes) {
+        Block::current->in_warp(&mine, [](void** lanes) {
             T old[kLanes];
             for (int l = 0; l < kLanes; ++l) old[l] = static_cast<Lane*>(lanes[l])->x;
-            for (void* l : lanes) static_cast<Lane*>(l)->x = old[static_cast<Lane*>(l)->from];
+            for (int l = 0; l < kLanes; ++l) static_cast<Lane*>(lanes[l])->x = old[static_cast<Lane*>(lanes[l])->from];
         });
         return mine.x;
     }

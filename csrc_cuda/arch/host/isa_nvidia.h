@@ -18,11 +18,11 @@ struct IsaHostNvidia : IsaHostLanes<32> {
         Block::current->copy_wait(n);
     }
     using IsaHostLanes::store_shared;
-    static void store_shared(u32 at, u32 x) { std::memcpy(Block::current->at(at, 4), &x, 4); }
-    static void store_shared(u32 at, const Chunk& c) { std::memcpy(Block::current->at(at, 16), &c, 16); }
+    static void store_shared(u32 at, u32 x) { memcpy(Block::current->at(at, 4), &x, 4); }
+    static void store_shared(u32 at, const Chunk& c) { memcpy(Block::current->at(at, 16), &c, 16); }
     static Chunk load_shared(u32 at) {
         Chunk c;
-        std::memcpy(&c, Block::current->at(at, 16), 16);
+        memcpy(&c, Block::current->at(at, 16), 16);
         return c;
     }
 
@@ -35,7 +35,7 @@ struct IsaHostNvidia : IsaHostLanes<32> {
             float* d;
             const u32 *a, *b;
         } mine{d, a, b};
-        Block::current->in_warp(&mine, [](std::vector<void*>& lanes) {
+        Block::current->in_warp(&mine, [](void** lanes) {
             float A[16][16], B[16][8], D[16][8] = {};
             auto half = [](u32 word, int n) { return host::to_float(Element{u16(word >> (16 * n))}); };
             for (int l = 0; l < kWarp; ++l) {
@@ -64,11 +64,11 @@ struct IsaHostNvidia : IsaHostLanes<32> {
             u32* x;
             u32 at;
         } mine{x, at};
-        Block::current->in_warp(&mine, [transposed](std::vector<void*>& lanes) {
+        Block::current->in_warp(&mine, [transposed](void** lanes) {
             for (int m = 0; m < 4; ++m) {
                 u16 rows[8][8];
                 for (int r = 0; r < 8; ++r)
-                    std::memcpy(rows[r], Block::current->at(static_cast<Lane*>(lanes[8 * m + r])->at, 16), 16);
+                    memcpy(rows[r], Block::current->at(static_cast<Lane*>(lanes[8 * m + r])->at, 16), 16);
                 for (int l = 0; l < kWarp; ++l) {
                     const int g = l / 4, t = l % 4;
                     const u16 low = transposed ? rows[2 * t][g] : rows[g][2 * t],

@@ -76,7 +76,13 @@ struct IsaSm80 {
             : "=r"(x[0]), "=r"(x[1])
             : "r"(word));
     }
+    XATTN_DEVICE static u32 rounded_pair(float low, float high) {
+        u16 y;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+        return y;
+    }
 #else
+    XATTN_DEVICE static u32 rounded_pair(float low, float high) { return rounded_pair_in_software<IsaSm80>(low, high); }
     XATTN_DEVICE static void widen(fp16, e4m3, u32 word, u32 (&x)[2]) {
         widen_in_software<IsaSm80, fp16, e4m3>(word, x);
     }

@@ -26,6 +26,7 @@
 #include "arch/sm90/tma.h"
 #include "arch/sm90/transpose.h"
 #include "arch/sm90/wgmma.h"
+#include "kernels/output.h"
 #include "kernels/params.h"
 #include "kernels/scores.h"
 #include "kernels/softmax.h"
@@ -47,7 +48,8 @@ struct Sm90Forward {
     using Arch = Sm80<IsaSm80>;  // lane maps and scalar arithmetic
     using Params = Sm90Params<typename Config::Functions::Params>;
     using Element = typename Config::Element;
-    using OutputElement = typename WideOf<Element>::Type;
+    using Out = Output<Arch, Config>;
+    using Place = xattn::Place<typename Out::Element>;
     using S = Scores<Arch, Config, false, sizeof(Element) == 1>;
     using Limits = typename S::Limits;
     using Soft = Softmax<Arch, S, 2, true>;
@@ -137,8 +139,8 @@ struct Sm90Forward {
         if (warp < 4) {
             give_registers<kGiverRegisters>();
             if (warp == 0) {
-                TileFinder<kTileM, kTileN, kWorks, kNarrow>{params.p,     buffers.work(0), buffers.work_full(0).address,
-                                                            params.tiles, params.queue,    thread}
+                using Finder = TileFinder<Out, kTileM, kTileN, kWorks, kNarrow, kPaged>;
+                Finder{params.p, buffers.work(0), buffers.work_full(0).address, params.tiles, params.queue, thread}
                     .run();
             } else if (Config::paged && warp == 1) {
                 Loader<Sm90Forward>(params, buffers, thread % 32).template run_paged<false>();
@@ -539,7 +541,14 @@ struct Sm90Forward {
         XATTN_DEVICE void finish(const Span& span, u32 q_stage, const Inverse& inverse) {
             const Work::Rows rows = Work::Rows::at(buffers.work(span.slot));
             const Place place(p, rows, Work::Start::at(buffers.work(span.slot)));
-            if (kStagePanels > 0)
+            if constexpr (Out::kChanged) {
+                const s32 shift = kPaged ? Work::Keys::at(buffers.work(span.slot)).shift : 0;
+                const Changed to{place.out, rows, rows.row0 + shift};
+                if (kStagePanels > 0)
+                    store_changed(to, buffers.output(q_stage), inverse);
+                else
+                    store_changed_direct(to, inverse);
+            } else if (kStagePanels > 0)
                 store_staged(place.out, rows.rows, buffers.output(q_stage), inverse);
             else
                 store_direct(place.out, rows.rows, inverse);
@@ -549,7 +558,7 @@ struct Sm90Forward {
         // Two elements. A row without a key is 0, whatever the values of keys that it does not see.
         XATTN_DEVICE static u32 output(const float* x, float inverse) { return output(x[0], x[1], inverse); }
         XATTN_DEVICE static u32 output(float a, float b, float inverse) {
-            const u32 pair = IsaSm80::pack(OutputElement{}, a * inverse, b * inverse);
+            const u32 pair = IsaSm80::pack(typename Out::Usual{}, a * inverse, b * inverse);
             return inverse == 0.0f ? 0 : pair;
         }
         // Of 8-bit values a lane holds four that follow each other in 16 of a row.
@@ -569,7 +578,7 @@ struct Sm90Forward {
         }
 
         // A warp lays its 16 rows down in panels of 64 columns, swizzled as Q is, and stores whole rows of them.
-        XATTN_DEVICE void store_staged(u16* out, s32 rows, u32 stage, const Inverse& inverse) {
+        XATTN_DEVICE void store_staged(typename Out::Element* out, s32 rows, u32 stage, const Inverse& inverse) {
             const int lane = this->lane();
             const s32 row0 = group * 64 + warp() * 16;
             const u32 at = stage + row0 * 128;
@@ -611,7 +620,8 @@ struct Sm90Forward {
 
         // Four lanes hold a row in pieces of 2 columns of each 8; they exchange them so that each stores 16 bytes at
         // once.
-        XATTN_DEVICE void store_direct(u16* out, s32 rows, const Inverse& inverse) {
+        XATTN_DEVICE void store_direct(typename Out::Element* target, s32 rows, const Inverse& inverse) {
+            u16* out = reinterpret_cast<u16*>(target);
             const int lane = this->lane(), quad = lane & 3;
             XATTN_UNROLL
             for (int r = 0; r < 2; ++r) {
@@ -635,6 +645,119 @@ struct Sm90Forward {
                     if (row < rows && 32 * c + 8 * quad < p.head_dim_v) IsaSm80::store_global(to + 32 * c, x);
                 }
             }
+        }
+        // ---- an output that the user's epilogue changes, or of another dtype
+        struct Changed {
+            typename Out::Element* out;
+            const Work::Rows& rows;
+            s32 q_idx;  // of its first row
+        };
+        XATTN_DEVICE static float whole(float x, float inverse) { return inverse == 0.0f ? 0.0f : x * inverse; }
+
+        // A warp lays its 16 rows down as float32, in panels of 32 columns, and takes runs of 8 columns up again: what
+        // they are computed with is read, ahead of all that, and what comes of them stored, 16 bytes at once. Chunks of
+        // 16 bytes are permuted such that neither side meets a bank twice: four lanes take up a row, beside the one
+        // four below it. Of rows and columns that there are not, the last that there are: no jump stands between loads.
+        XATTN_DEVICE void store_changed(const Changed& to, u32 stage, const Inverse& inverse) {
+            const int lane = this->lane();
+            const s32 row0 = group * 64 + warp() * 16;
+            const u32 at = stage + row0 * 128;
+            constexpr int kStep = kStagePanels > 0 ? min_of(kStagePanels, (kDimV + 31) / 32) : 1, kRuns = 2 * kStep;
+            XATTN_UNROLL
+            for (int first = 0; first < (kDimV + 31) / 32; first += kStep) {
+                const int row_in_8 = (lane >> 3 & 3) + (lane & 4);
+                typename Out::template Epilogue<8> epilogue[kRuns];
+                bool found = true;
+                const auto row_of = [&](int i) { return row0 + i % 2 * 8 + row_in_8; };
+                const auto col_of = [&](int i) { return 32 * (first + i / 2) + 8 * (lane & 3); };
+                const auto q_idx = [&](int i) { return to.q_idx + min_of(row_of(i), to.rows.rows - 1); };
+                const auto col = [&](int i) { return min_of(col_of(i), p.head_dim_v - 8); };
+                XATTN_UNROLL
+                for (int i = 0; i < kRuns; ++i)
+                    epilogue[i].load(p, to.rows.sequence, to.rows.head, q_idx(i), col(i), found);
+                XATTN_UNROLL
+                for (int g = 0; g < 2 * kStep; ++g) {
+                    if (2 * first + g >= kDimGroups) break;
+                    XATTN_UNROLL
+                    for (int r = 0; r < 2; ++r) lay_down(at + g / 2 * kPanelQ, g % 2, acc_o[2 * first + g], r, inverse);
+                }
+                Arch::warp_barrier();
+                float x[kRuns][8];
+                XATTN_UNROLL
+                for (int i = 0; i < kRuns; ++i) {
+                    const int row = i % 2 * 8 + row_in_8;
+                    XATTN_UNROLL
+                    for (int half = 0; half < 2; ++half) {
+                        float four[4];
+                        IsaSm80::load_shared_floats(
+                            four, at + i / 2 * kPanelQ + row * 128 + ((2 * (lane & 3) + half) ^ swizzle(row)) * 16);
+                        XATTN_UNROLL
+                        for (int c = 0; c < 4; ++c) x[i][4 * half + c] = four[c];
+                    }
+                }
+                XATTN_UNROLL
+                for (int i = 0; i < kRuns; ++i)
+                    epilogue[i].apply(p, x[i], to.rows.sequence, to.rows.head, q_idx(i), col(i), found);
+                Out::report(p, found);
+                XATTN_UNROLL
+                for (int i = 0; i < kRuns; ++i)
+                    if (row_of(i) < to.rows.rows && col_of(i) < p.head_dim_v)
+                        Out::store(to.out + row_of(i) * p.out.row_stride + col_of(i), x[i]);
+                Arch::warp_barrier();
+            }
+        }
+        XATTN_DEVICE static u32 swizzle(int row) { return u32((row & 3) << 1 | (row >> 2 & 1)); }
+        // Row r of the lane's two, of 16 columns, in the left or the right half of a panel's row.
+        XATTN_DEVICE void lay_down(u32 panel, int right, const Accumulator& acc, int r, const Inverse& inverse) const {
+            const int lane = this->lane(), row = Arch::row_of(lane, r);
+            const float* x = acc.x + 2 * r;
+            const float by = inverse.x[r];
+            const u32 line = panel + row * 128;
+            if (kNarrow) {  // four columns that follow each other
+                const Chunk c = {{IsaSm80::bits(whole(x[0], by)), IsaSm80::bits(whole(x[4], by)),
+                                  IsaSm80::bits(whole(x[1], by)), IsaSm80::bits(whole(x[5], by))}};
+                IsaSm80::store_shared(line + (u32(4 * right + (lane & 3)) ^ swizzle(row)) * 16, c);
+                return;
+            }
+            XATTN_UNROLL
+            for (int half = 0; half < 2; ++half) {
+                const u32 chunk = u32(4 * right + 2 * half + (lane >> 1 & 1)) ^ swizzle(row);
+                store_shared(line + chunk * 16 + (lane & 1) * 8, IsaSm80::bits(whole(x[4 * half], by)),
+                             IsaSm80::bits(whole(x[4 * half + 1], by)));
+            }
+        }
+
+        // Where there is no room for that: the columns that a lane holds side by side.
+        XATTN_DEVICE void store_changed_direct(const Changed& to, const Inverse& inverse) {
+            const int lane = this->lane();
+            XATTN_UNROLL
+            for (int r = 0; r < 2; ++r) {
+                const s32 row = group * 64 + warp() * 16 + Arch::row_of(lane, r);
+                if (row >= to.rows.rows) continue;
+                const float by = inverse.x[r];
+                XATTN_UNROLL
+                for (int g = 0; g < kDimGroups; ++g) {
+                    const float* o = acc_o[g].x + 2 * r;
+                    if constexpr (kNarrow) {
+                        float x[4] = {whole(o[0], by), whole(o[4], by), whole(o[1], by), whole(o[5], by)};
+                        store_run(to, row, 16 * g + 4 * (lane & 3), x);
+                    } else {
+                        XATTN_UNROLL
+                        for (int half = 0; half < 2; ++half) {
+                            float x[2] = {whole(o[4 * half], by), whole(o[4 * half + 1], by)};
+                            store_run(to, row, 16 * g + 8 * half + 2 * (lane & 3), x);
+                        }
+                    }
+                }
+            }
+        }
+        template <int N>
+        XATTN_DEVICE void store_run(const Changed& to, s32 row, s32 col, float (&x)[N]) {
+            if (col >= p.head_dim_v) return;
+            bool found = true;
+            Out::apply(p, x, to.rows.sequence, to.rows.head, to.q_idx + row, col, found);
+            Out::report(p, found);
+            Out::store(to.out + row * p.out.row_stride + col, x);
         }
         // x[i] of lane j of four becomes x[j] of lane i.
         XATTN_DEVICE static void transpose(u32 (&x)[4], int quad) {

@@ -77,19 +77,21 @@ struct Work {
 };
 
 // Where a tile's first row goes.
+template <class Element>
 struct Place {
-    u16* out;
+    Element* out;
     float* lse;
     XATTN_DEVICE Place(const ForwardParams& p, const Work::Rows& rows, const Work::Start& start) {
         const bool packed = p.cu_seqlens_q;
         const s32 row = packed ? start.row_q : rows.row0;
-        out = static_cast<u16*>(p.out.data) + (packed ? 0 : rows.sequence * p.out.batch_stride) +
+        out = static_cast<Element*>(p.out.data) + (packed ? 0 : rows.sequence * p.out.batch_stride) +
               rows.head * p.out.head_stride + row * p.out.row_stride;
         lse = p.lse + (packed ? 0 : rows.sequence * p.lse_batch_stride) + rows.head * p.lse_head_stride + row;
     }
 };
 
-template <int tile_m, int tile_n, int works, bool scaled>
+// Out: what is done to the output (kernels/output.h).
+template <class Out, int tile_m, int tile_n, int works, bool scaled, bool paged>
 struct TileFinder {
     const ForwardParams& p;
     const u32 ring;      // Works
@@ -172,7 +174,7 @@ struct TileFinder {
         const Work::Rows place = {tile.sequence, tile.head, row0, rows};
         const Work::Start start = {s32(s.start_q) + row0, s32(s.start_k)};
         if (last < first || rows == 0) {
-            write_empty(place, start);
+            write_empty(place, start, visible.shift);
             return false;
         }
         if (lane == 0) {
@@ -189,12 +191,23 @@ struct TileFinder {
         }
         return true;
     }
-    XATTN_DEVICE void write_empty(const Work::Rows& rows, const Work::Start& start) const {
-        const Place to(p, rows, start);
+    XATTN_DEVICE void write_empty(const Work::Rows& rows, const Work::Start& start, s32 shift) const {
+        const Place<typename Out::Element> to(p, rows, start);
         const bool sink = p.sinks && rows.sequence < p.batch;
-        for (s32 r = 0; r < rows.rows; ++r)
+        bool found = true;
+        for (s32 r = 0; r < rows.rows; ++r) {
+            if (Out::Functions::kEpilogue && rows.sequence < p.batch) {
+                for (s32 c = lane * 2; c < p.head_dim_v; c += 64) {  // the registers of this warp are few
+                    float x[2] = {0.0f, 0.0f};
+                    Out::apply(p, x, rows.sequence, rows.head, rows.row0 + r + (paged ? shift : 0), c, found);
+                    Out::store(to.out + r * p.out.row_stride + c, x);
+                }
+                continue;
+            }
             for (s32 c = lane * 8; c < p.head_dim_v; c += 256)
-                *reinterpret_cast<Quad*>(to.out + r * p.out.row_stride + c) = Quad{{0, 0, 0, 0}};
+                Out::template clear<8>(to.out + r * p.out.row_stride + c);
+        }
+        Out::report(p, found);
         for (s32 r = lane; p.lse && r < rows.rows; r += 32)
             to.lse[r] = sink ? p.sinks[rows.head] : -IsaSm80::infinity();
     }

@@ -80,6 +80,13 @@ XATTN_DEVICE void tma_load(u32 target, const TensorMap* map, Barrier barrier, s3
         "l"(map), "r"(barrier.address), "r"(col), "r"(row), "r"(head), "r"(sequence)
         : "memory");
 }
+// Consecutive bytes, a multiple of 16 of them at multiples of 16.
+XATTN_DEVICE void bulk_load(u32 target, const void* source, u32 bytes, Barrier barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier.address)
+        : "memory");
+}
 XATTN_DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 XATTN_DEVICE void named_barrier_sync(int id, int threads) {
@@ -93,6 +100,20 @@ XATTN_DEVICE void named_barrier_arrive(int id, int threads) {
 XATTN_DEVICE void stmatrix(u32 address, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// The same, each matrix turned: a lane gives the address of what is a column of the registers.
+XATTN_DEVICE void stmatrix_turned(u32 address, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// Adds four numbers to memory, in no order that others could rely on.
+XATTN_DEVICE void add_to_global(float* to, const float* x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3])
                  : "memory");
 }
 

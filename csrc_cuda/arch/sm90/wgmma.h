@@ -46,7 +46,22 @@ XATTN_DEVICE void hold(Accumulator (&acc)[n]) {
     for (int e = 0; e < 8; ++e) asm volatile("" : "+f"(acc[k].x[e])::"memory");
 }
 
-// Wgmma<Element, n>::ss(acc, a, b, add) and ::rs<transposed>(acc, a, b, add); add 0: acc = A B.
+// What accumulators held is not wanted any more: a product that overwrites them is issued behind this line.
+template <int n>
+XATTN_DEVICE void renew(Accumulator (&acc)[n]) {
+    XATTN_UNROLL
+    for (int k = 0; k < n; ++k) XATTN_UNROLL
+    for (int e = 0; e < 8; ++e) asm volatile("" : "=f"(acc[k].x[e])::"memory");
+}
+template <int n>
+XATTN_DEVICE void hold(OperandA (&a)[n]) {
+    XATTN_UNROLL
+    for (int k = 0; k < n; ++k) XATTN_UNROLL
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[k].x[i])::"memory");
+}
+
+// Wgmma<Element, n>::ss(acc, a, b, add) and ::rs<transposed>(acc, a, b, add); add 0: acc = A B. ss_summed: rows of b
+// are summed over.
 template <class Element, int n>
 struct Wgmma;
 
@@ -77,6 +92,12 @@ struct Wgmma;
         XATTN_DEVICE static void ss(Accumulator (&d)[N / 16], Matrix a, Matrix b, s32 add) {                 \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
                          "k16.f32." TYPE "." TYPE " {" TEXT "}, " A0 ", " A1 ", p, 1, 1, 0, 0;\n}"           \
+                         : ACCUMULATORS                                                                      \
+                         : "l"(a.descriptor), "l"(b.descriptor), "r"(add));                                  \
+        }                                                                                                    \
+        XATTN_DEVICE static void ss_summed(Accumulator (&d)[N / 16], Matrix a, Matrix b, s32 add) {          \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+                         "k16.f32." TYPE "." TYPE " {" TEXT "}, " A0 ", " A1 ", p, 1, 1, 0, 1;\n}"           \
                          : ACCUMULATORS                                                                      \
                          : "l"(a.descriptor), "l"(b.descriptor), "r"(add));                                  \
         }                                                                                                    \

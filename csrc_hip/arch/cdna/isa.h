@@ -53,6 +53,7 @@ struct IsaCdna {
     // ---- bits, and 8-bit floats
     XATTN_DEVICE static u32 bits(float x) { return __builtin_bit_cast(u32, x); }
     XATTN_DEVICE static float number(u32 bits) { return __builtin_bit_cast(float, bits); }
+    XATTN_DEVICE static u32 rounded_pair(float low, float high) { return rounded_pair_in_software<IsaCdna>(low, high); }
     // A digit of `which` for each byte of the result, the lowest first: 0-3 of `low`, 4-7 of `high`.
     XATTN_DEVICE static u32 bytes(u32 low, u32 high, u32 which) {
         const u32 apart = (which & 0xf) | (which & 0xf0) << 4 | (which & 0xf00) << 8 | (which & 0xf000) << 12;

@@ -1,0 +1,11 @@
+// Entry of the sm90 backward kernel. The image's configuration is a header, config.h, that the compiler is given.
+#include "arch/sm90/backward.h"
+#include "config.h"
+
+using Kernel = xattn::Sm90Backward<xattn::Config>;
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
+    xattn_backward(const __grid_constant__ xattn::Sm90BackwardParams params) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Kernel::run(params, static_cast<xattn::u32>(__cvta_generic_to_shared(shared)));
+}
