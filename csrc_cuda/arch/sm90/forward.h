@@ -120,6 +120,14 @@ struct Sm90Forward {
         static constexpr u32 kFirst = 2 * kWorks + 2 * kQueries, kLanded = kFirst + 4 * kStages;
     };
 
+    // Rows of a block of V become 0 from `valid` on; `thread` of `threads` that share this.
+    XATTN_DEVICE static void clear_rows(u32 block, s32 valid, int thread, int threads) {
+        for (int panel = 0; panel < kPanelsV; ++panel, block += kPanelK)
+#pragma unroll 1
+            for (u32 at = valid * 128 + thread * 16; at < kPanelK; at += threads * 16)
+                IsaSm80::store_shared(block + at, Chunk{});
+    }
+
     XATTN_DEVICE static void run(const Params& params, u32 shared) {
         const Buffers buffers{shared};
         const int thread = Arch::thread_index();
@@ -148,8 +156,8 @@ struct Sm90Forward {
                 Loader<Sm90Forward>(params, buffers, thread % 32).template run_paged<true>();
             } else if (!Config::paged && warp == 1 && elected()) {
                 Loader<Sm90Forward>(params, buffers, thread % 32).run();
-            } else if (kNarrow && warp >= 2) {
-                Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
+            } else if (warp >= 2) {
+                if constexpr (kNarrow) Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
             }
         } else {
             take_registers<kRegisters>();
@@ -346,12 +354,7 @@ struct Sm90Forward {
             if (n != keys.n_last) return;
             const s32 valid = min_of(keys.seqlen_k - keys.n_last * kTileN, kTileN);
             if (valid == kTileN) return;
-            const u32 from = buffers.v(v().stage());
-            for (int c = thread(); c < (kTileN - valid) * 8 * kPanelsV; c += 128) {
-                const int panel = c / ((kTileN - valid) * 8), rest = c % ((kTileN - valid) * 8);
-                const u32 at = from + panel * kPanelK + valid * 128 + rest * 16;
-                asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
-            }
+            clear_rows(buffers.v(v().stage()), valid, thread(), 128);
             fence_async_proxy();
             named_barrier_sync(1 + kConsumers + group, 128);
         }
