@@ -166,6 +166,35 @@ def test_what_agrees():
         assert not curves.compare(nan, nan, torch.float32).passed
 
 
+def test_losses_that_are_no_numbers(demo, capsys):
+    def wrong(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    assert demo("--learning-rate", 1e30, "--json") == 1
+    data = json.loads(capsys.readouterr().out, parse_constant=wrong)
+    assert data["xattn"]["losses"][-1] is None and data["check"]["farthest"] is None and not data["check"]["passed"]
+    assert demo("--learning-rate", 1e30) == 1
+    assert f"FAILED: a loss of step {data['check']['where'] + 1} is no finite number" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_ask_xattn(demo, capsys, monkeypatch):
+    choose = LlamaForCausalLM.set_attn_implementation
+    monkeypatch.setattr(LlamaForCausalLM, "set_attn_implementation", lambda self, name: choose(self, "eager"))
+    assert demo() == 2
+    assert "LlamaForCausalLM called no attention of xattn" in complaint(capsys)
+
+
+def test_a_full_disk_loses_no_result(demo, capsys, monkeypatch):
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(curves, "draw", full)
+    assert demo("--json") == 2
+    printed = capsys.readouterr()
+    data = json.loads(printed.out)
+    assert data["check"]["passed"] and "drawn" not in data and "No space left" in printed.err
+
+
 # ---------------------------------------------------------------- what is refused, before anything is loaded
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
@@ -237,27 +266,42 @@ def test_missing_matplotlib(demo, capsys, nothing_is_loaded, monkeypatch):
     assert "matplotlib must be installed: pip install 'xattn[demo]'" in refused(capsys)
 
 
-def wrong_size(capsys) -> str:
+def complaint(capsys) -> str:
     message = capsys.readouterr().err
     assert message.startswith("xattn demo: ") and message.count("\n") == 1
     return message
 
 
-def test_sizes_that_the_text_the_model_or_the_memory_have_not(demo, capsys, monkeypatch):
+def test_sizes_that_the_text_the_model_or_the_memory_have_not(demo, capsys):
     assert demo("--seqlen", 2**40) == 2
-    assert "tokens of the text" in wrong_size(capsys)
+    assert "tokens of the text" in complaint(capsys)
     assert demo("--seqlen", 257) == 2
-    assert "at most the 256 tokens that the model has positions for" in wrong_size(capsys)
+    assert "at most the 256 tokens that the model has positions for" in complaint(capsys)
     for batch in (2**33, 2**62):
         assert demo("--batch-size", batch) == 2
-        assert "--batch-size, --seqlen: got a batch whose logits need" in wrong_size(capsys)
+        assert "--batch-size, --seqlen: got a batch whose logits need" in complaint(capsys)
 
-    def full(*args: Any, **kwargs: Any) -> Any:
+
+def test_memory_that_runs_out(demo, capsys, monkeypatch):
+    def on_a_gpu(*args: Any) -> None:
         raise torch.OutOfMemoryError("out of memory\nand more")
 
-    monkeypatch.setattr(train.Trainer, "compute_exact", full)
+    def on_a_cpu(*args: Any) -> None:
+        torch.empty(2**60, dtype=torch.uint8)
+
+    def something_else(*args: Any) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(train.Trainer, "compute_exact", on_a_gpu)
     assert demo() == 2
-    assert wrong_size(capsys) == "xattn demo: --batch-size, --seqlen: out of memory\n"
+    assert complaint(capsys) == "xattn demo: --batch-size, --seqlen: out of memory\n"
+    monkeypatch.setattr(train.Trainer, "compute_exact", on_a_cpu)
+    assert demo() == 2
+    message = complaint(capsys)
+    assert message.startswith("xattn demo: --batch-size, --seqlen: ") and "memory" in message
+    monkeypatch.setattr(train.Trainer, "compute_exact", something_else)
+    with pytest.raises(RuntimeError, match="something else"):
+        demo()
 
 
 def test_help_says_what_is_allowed(capsys):

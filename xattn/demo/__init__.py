@@ -119,13 +119,17 @@ def _train(args: argparse.Namespace) -> int:
             report.run("xattn", ours, settings.tokens)
             report.served(ours)
             eager = trainer.run(eager=True, progress=report.progress)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not train.is_out_of_memory(error):
+                raise
             raise MemoryError(str(error).splitlines()[0]) from error
     report.run("eager", eager, settings.tokens)
     agreement = curves.compare(ours, eager, dtype)
-    report.agreement(agreement)
-    curves.draw(Path(args.out), report.title(), ours, eager, agreement)
-    report.drawn(Path(args.out))
-    if args.json:
-        print(json.dumps(report.data, indent=1))
+    try:
+        curves.draw(Path(args.out), report.title(), ours, eager, agreement)
+        report.drawn(Path(args.out))
+    finally:  # what was found out is not lost with a disk that is full
+        report.agreement(agreement)
+        if args.json:
+            print(json.dumps(report.data, indent=1))
     return 0 if agreement.passed else 1

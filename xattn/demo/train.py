@@ -151,6 +151,10 @@ class Trainer:
                 wait(self.device)
                 found.seconds.append(time.perf_counter() - start - aside)
                 advance()
+                if not (eager or found.forward.served):
+                    raise DemoError(
+                        f"{type(self.model).__name__} called no attention of xattn, so there is none to train"
+                    )
         found.peak_bytes = _peak(self.device)
         del optimizer
         self._restore()
@@ -190,6 +194,11 @@ class Trainer:
 
 
 # ---------------------------------------------------------------- memory
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Also of a CPU, where torch has no class of errors for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 @contextlib.contextmanager
 def _counted(run: Run, weights: list[Tensor]) -> Iterator[None]:
     """Counts the bytes of all storages that are kept for the backward meanwhile, those of ``weights`` left out."""

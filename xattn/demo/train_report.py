@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +34,9 @@ class TrainReport(Report):
         rate = run.steps_per_second
         peak = {} if run.peak_bytes is None else {"peak_bytes": run.peak_bytes}
         self.data[name] = {
-            "losses": run.losses,
-            "gradient_norms": run.norms,
-            "gradient_errors": run.errors,
+            "losses": _finite(run.losses),
+            "gradient_norms": _finite(run.norms),
+            "gradient_errors": dict(zip(run.errors, _finite(run.errors.values()), strict=True)),
             "seconds": run.seconds,
             "steps_per_second": rate,
             "tokens_per_second": rate * tokens_per_step,
@@ -54,14 +56,15 @@ class TrainReport(Report):
         self.fallbacks(run.forward, run.backward)
 
     def agreement(self, a: Agreement) -> None:
-        self.data["check"] = a.as_dict()
+        data = a.as_dict()
+        self.data["check"] = data | dict(zip(("farthest", "error"), _finite((a.farthest, a.error)), strict=True))
         losses = f"losses of {a.steps} steps within {a.farthest:.2g} of eager attention's (allowed: {a.tolerance:g})"
+        if math.isinf(a.farthest):
+            losses = f"a loss of step {a.where + 1} is no finite number"
+        elif not a.losses_agree:
+            losses += f", farthest at step {a.where + 1}"
         gradients = f"gradients of step 1 off by {a.error:.2g} (allowed: {a.allowed:.2g}) for {a.worst}"
-        if a.passed:
-            self._say("check", f"{losses}; {gradients}")
-            return
-        where = f", farthest at step {a.where + 1}" if not a.losses_agree else ""
-        self._say("check", f"FAILED: {losses}{where}; {gradients}")
+        self._say("check", f"{'' if a.passed else 'FAILED: '}{losses}; {gradients}")
 
     def drawn(self, file: Path) -> None:
         self.data["drawn"] = str(file)
@@ -74,3 +77,8 @@ class TrainReport(Report):
         backends = ", ".join(dict.fromkeys(str(p["backend"]) for p in plans))
         batch = f"{s['batch_size']} x {s['seqlen']} tokens a step, {s['dtype']}"
         return f"{model['name']} on {device['name']}\n{batch}; xattn: backward by {backends}"
+
+
+def _finite(numbers: Iterable[float]) -> list[float | None]:
+    """For JSON, which has no others: None in their place."""
+    return [x if math.isfinite(x) else None for x in numbers]
