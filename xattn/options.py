@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentTypeError
 
 MOST = 2**63 - 1  # of a size, in torch
@@ -17,6 +18,17 @@ def positive(text: str) -> int:
     if not is_whole(text, 1):
         raise ArgumentTypeError(f"{text!r}: a whole number from 1{_bound(text)}")
     return int(text)
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"{text!r}: a finite number above 0")
+    return number
 
 
 def shape(text: str) -> tuple[int, ...]:

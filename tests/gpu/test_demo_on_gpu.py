@@ -1,4 +1,5 @@
-"""The demo's decoding with a CUDA graph, on a tiny model: the same tokens, and no Python of the model in a replay."""
+"""The demo on a tiny model: decoding with a CUDA graph gives the same tokens, and no Python of the model runs in a
+replay; training agrees with eager attention."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from unit.test_compat_transformers import MODELS, forward, paged
 from unit.test_decode_graph import FIRST, TOKENS
 from unit.test_demo import tiny_model, tiny_tokenizer
+from unit.test_demo_train import save_model
 
 from xattn.__main__ import main
 from xattn.compat import transformers as compat
@@ -47,3 +49,18 @@ def test_the_demo(tmp_path, capsys, monkeypatch):
     assert found["check"]["passed"] and found["tokens"] == data["decode"]["tokens"]
     print(f"{found['times_without']:.2f} times the tokens/s of decode without graphs")
     assert found["times_without"] > 1
+
+
+@pytest.mark.parametrize("dtype, backend", [("bf16", None), ("bf16", "sm80"), ("fp32", None)])
+def test_training(tmp_path, capsys, monkeypatch, dtype, backend):
+    monkeypatch.setenv("XATTN_CACHE_DIR", str(tmp_path / "cache"))
+    options = ["--model", str(save_model(tmp_path / "tiny", head_dim=64)), "--dtype", dtype, "--json"]
+    options += ["--steps", "6", "--batch-size", "4", "--seqlen", "200", "--out", str(tmp_path / "curves.png")]
+    options += [] if backend is None else ["--backend", backend]
+    assert main(["demo", "--train", *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    ours, eager = data["xattn"], data["eager"]
+    assert ours["losses"][-1] < ours["losses"][0] and 0 < ours["peak_bytes"] < eager["peak_bytes"]
+    if backend is not None:
+        assert [p["backend"] for p in ours["forward"]["plans"]] == [backend]
+        assert [p["backend"] for p in ours["backward"]["plans"]] == [backend]

