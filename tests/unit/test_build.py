@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import xattn
+from xattn import build as build_command
 from xattn import cli, device, jit, shipped
 from xattn.images import Store
 
@@ -145,6 +147,32 @@ def test_an_interrupt_is_one_line(running):
     os.killpg(running.pid, signal.SIGINT)
     _, stderr = running.communicate(timeout=200)
     assert (running.returncode, stderr) == (130, "xattn: interrupted\n")
+
+
+@pytest.mark.parametrize("taken_by", ["main", "another"])
+def test_an_interrupt_waits_whichever_thread_takes_it(taken_by):
+    """Libraries have threads of their own: the processes that compile are started whole all the same."""
+    went_on = []
+
+    def take() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with build_command._held(signal.SIGINT):
+                if taken_by == "main":
+                    signal.raise_signal(signal.SIGINT)
+                else:
+                    thread = threading.Thread(target=take)
+                    thread.start()
+                    thread.join()
+                went_on.append(True)
+        assert went_on and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---------------------------------------------------------------- within this process
