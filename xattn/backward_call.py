@@ -31,7 +31,10 @@ _ROWS_TILE: Fields = (("tile_m", 64), ("num_warps", 4), ("min_blocks", 1))
 # Inputs that must lie at multiples of 16 bytes stand first.
 ALIGNED = ("q", "k", "v", "dout", "out")
 # Arguments beside tensors that a launch depends on.
-_OPTIONS = ("causal", "window_left", "window_right", "softmax_scale", "softcap", "max_seqlen_q", "max_seqlen_k")
+_OPTIONS = (
+    *("causal", "window_left", "window_right", "softmax_scale", "softcap", "dropout_p"),
+    *("max_seqlen_q", "max_seqlen_k"),
+)
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ def run(
     """Gradients of the wanted tensors (``Backend.backward``). What was prepared once is launched at once when the same
     is asked of other tensors."""
     names = [name for (name, _), w in zip(x.differentiable(), wanted, strict=True) if w]
-    given = {n: t for n in TENSORS[x.kind] if (t := getattr(x, n)) is not None}
+    names_of_tensors = (*TENSORS[x.kind], *(("dropout_rng",) if x.dropout_p else ()))
+    given = {n: t for n in names_of_tensors if (t := getattr(x, n)) is not None}
     given |= {"dout": dout.to(out.dtype), "out": out, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
@@ -294,7 +298,8 @@ class _Launches:
         own = 2 * c["tile_m"] * (c["head_dim"] + c["head_dim_v"])
         walked = 2 * c["num_stages"] * c["tile_n"] * (c["head_dim"] + c["head_dim_v"])
         dq = Output(slot(BackwardParams, "dq"), tuple(self.x.q.shape), self.x.q.dtype)
-        return self._call("queries", self._fields("queries"), params, self._query_tiles(params), own + walked, (dq,))
+        shared = own + walked + 2 * self._kept(c["tile_m"], max(64, c["tile_n"]))
+        return self._call("queries", self._fields("queries"), params, self._query_tiles(params), shared, (dq,))
 
     def keys(self, give: tuple[str, ...]) -> Call:
         """``give``: of which of k and v the gradient is made."""
@@ -309,8 +314,13 @@ class _Launches:
         params.part = 0 if len(give) == 2 else 1 if give == ("v",) else 2
         own = 2 * c["tile_n"] * (c["head_dim"] + c["head_dim_v"])
         walked = c["num_stages"] * c["tile_m"] * (2 * (c["head_dim"] + c["head_dim_v"]) + 8)
+        shared = own + walked + c["num_stages"] * self._kept(c["tile_m"], c["tile_n"])
         blocks = tiles.sequences * tiles.heads_q * tiles.m_blocks * (len(give) if c["parts"] == 2 else 1)
-        return self._call("keys", self._fields("keys"), params, blocks, own + walked, tuple(outputs))
+        return self._call("keys", self._fields("keys"), params, blocks, shared, tuple(outputs))
+
+    def _kept(self, queries: int, keys: int) -> int:
+        """Bytes of shared memory for what dropout keeps of a tile: KeptTile of csrc_cuda/kernels/dropout.h."""
+        return -(-keys // 64) * 8 * (queries + 8) if self.x.dropout_p else 0
 
     def _tile(self, kernel: str) -> tuple[tuple[str, int], ...]:
         return self.body.tile(kernel, self.x.head_dim, self.x.head_dim_v)

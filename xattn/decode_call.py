@@ -96,7 +96,7 @@ def config(
     """``Backend.config`` of a backend with both bodies."""
     if serves(problem, size):
         return decode_config(decode, problem)
-    return forward_call.plan_config(forward.tile(problem.head_dim, problem.head_dim_v), problem)
+    return forward_call.plan_config(forward.tile(problem.head_dim, problem.head_dim_v, problem.dropout), problem)
 
 
 def decode_config(body: DecodeBody, problem: Problem) -> tuple[tuple[str, object], ...]:

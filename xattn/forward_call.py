@@ -10,12 +10,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from . import jit, launch, status, user_functions
+from . import jit, launch, rng, status, user_functions
 from .capability import Capability, HeadDims, Refusal
 from .device import Device
 from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
-from .inputs import TENSORS, Inputs, dtype_name, is_direct, present
+from .inputs import FARTHEST, TENSORS, Inputs, dtype_name, is_direct, present
 from .kernel_call import Call, Output, Shape, slot
 from .launch_params import Divisor, ForwardParams, Operand, Scale
 from .problem import Problem, SizeBucket
@@ -49,6 +49,7 @@ CAPABILITY = Capability(
             "mask_mod",
             "seqused_k",
             "sinks",
+            "dropout",
             "epilogue",
             "return_lse",
             "gqa",
@@ -144,14 +145,17 @@ class ForwardBody:
     section_bytes: int
     most_threads: int | None = None
 
-    def tile(self, head_dim: int, head_dim_v: int) -> tuple[tuple[str, int], ...]:
-        return chosen_tile(self.tiles, TILE_NAMES, head_dim, head_dim_v)
+    def tile(self, head_dim: int, head_dim_v: int, dropout: bool = False) -> tuple[tuple[str, int], ...]:
+        """With dropout tiles have 64 keys at most, those of one evaluation of its numbers, which need registers."""
+        found = chosen_tile(self.tiles, TILE_NAMES, head_dim, head_dim_v)
+        return tuple((n, min(64, size) if dropout and n == "tile_n" else size) for n, size in found)
 
     def images(self, arch: str) -> Iterator[ImageSpec]:
         """Every configuration for an architecture."""
         for (d, dv), paged in product(padded_dims(self.tiles), (False, True)):
             for name, chosen in variants(paged):
-                yield ImageSpec(self.entry, self.fields(("element", name), self.tile(d, dv), paged, chosen), arch)
+                sizes = self.tile(d, dv, drops(chosen))
+                yield ImageSpec(self.entry, self.fields(("element", name), sizes, paged, chosen), arch)
 
     def fields(self, element: tuple[str, str], sizes: Fields, paged: bool, chosen: Fields) -> Fields:
         return (element, *sizes, ("keep_q", False), ("paged", paged), *chosen)
@@ -187,9 +191,10 @@ def too_large(
     tiles = size.batch * m_blocks
     if problem.kind == "varlen":
         tiles += max(m_blocks, spare_blocks)
+    most_rows = FARTHEST if problem.score_mod or problem.mask_mod else _MOST_ROWS
     counts = (
-        ("seqlen_q", size.seqlen_q, _MOST_ROWS),
-        ("seqlen_k", size.seqlen_k, _MOST_ROWS),
+        ("seqlen_q", size.seqlen_q, most_rows),
+        ("seqlen_k", size.seqlen_k, most_rows),
         ("rows of a packed q or k", size.rows, _MOST_ROWS),
         ("heads * head_dim", size.num_heads_q * max(problem.head_dim, problem.head_dim_v), _MOST_STRIDE),
         (f"tiles of {tile_m} rows", tiles * size.num_heads_q, most_tiles),
@@ -290,6 +295,12 @@ def describe(x: Inputs, tile_m: int, heads_at_once: int, direct: Callable[[Tenso
         p.page_size = Divisor.of(x.page_size)
     p.order_tiles(max(1, heads_at_once) * (x.num_heads_q // x.num_heads_kv))
     ordered = {name: tensors[name] for name in TENSORS[x.kind] if name in tensors}
+    if x.dropout_p:
+        below = rng.threshold(x.dropout_p)
+        all_of_them = below == 1 << 16
+        p.dropout_threshold = (below - all_of_them) << 16
+        p.dropout_scale = 0.0 if all_of_them else 1 / (1 - x.dropout_p)
+        ordered["dropout_rng"] = present(x.dropout_rng).contiguous()
     if captured := user_functions.fill(p, x):
         p.status = status.word(x.q.device).data_ptr()
     return Forward(p, ordered | captured, tuple(outputs), mask)
@@ -300,25 +311,38 @@ def switches(x: Inputs, mask: str, scaled: bool = False) -> Fields:
     only the device knows."""
     modifies = x.softcap != 0.0 or x.score_mod is not None
     any_scale = (scaled or x.scale <= 0.0) and not modifies
-    chosen = _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, any_scale)
+    chosen = _switches(x.softcap != 0.0, x.alibi_slopes is not None, mask, any_scale, x.dropout_p > 0.0)
     functions = user_functions.source_of(x)
     return chosen if functions is None else (*chosen, ("functions", functions))
 
 
-def _switches(softcap: bool = False, alibi: bool = False, attn_mask: str = "none", any_scale: bool = False) -> Fields:
+def _switches(
+    softcap: bool = False,
+    alibi: bool = False,
+    attn_mask: str = "none",
+    any_scale: bool = False,
+    dropout: bool = False,
+) -> Fields:
     plain = not (softcap or alibi or attn_mask != "none")
-    return (("any_scale", any_scale and plain), ("softcap", softcap), ("alibi", alibi), ("attn_mask", attn_mask))
+    last: Fields = (("dropout", True),) if dropout else ()
+    fixed: Fields = (("any_scale", any_scale and plain), ("softcap", softcap), ("alibi", alibi))
+    return (*fixed, ("attn_mask", attn_mask), *last)
+
+
+def drops(switches: Fields) -> bool:
+    """Whether the image has dropout."""
+    return ("dropout", True) in switches
 
 
 def variants(
     paged: bool = False, scaled: bool = False, elements: tuple[str, ...] = ELEMENTS
 ) -> Iterator[tuple[str, Fields]]:
     """(element, switches) of every image of a tile."""
-    for element in elements:
+    for element, dropout in product(elements, (False, True)):
         if not scaled:
-            yield element, _switches(any_scale=True)
+            yield element, _switches(any_scale=True, dropout=dropout)
         for softcap, alibi, mask in product((False, True), (False, True), _PAGED_MASKS if paged else _MASKS):
-            yield element, _switches(softcap, alibi, mask, scaled)
+            yield element, _switches(softcap, alibi, mask, scaled, dropout)
 
 
 def element(x: Inputs) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from . import settings
 
 log = logging.getLogger("xattn")
 
-PARAMS_VERSION = 5  # kParamsVersion of csrc_cuda/kernels/params.h
+PARAMS_VERSION = 6  # kParamsVersion of csrc_cuda/kernels/params.h
 KINDS = ("cubin", "ptx", "hsaco", "host")  # of code
 _MAGIC = b"XATTN-IMAGE-1\n"
 _SUFFIX = ".image"
@@ -68,6 +68,8 @@ class ImageSpec:
                 lines.append(f"    static constexpr int {name} = {value};")
             else:
                 lines.append(f"    static constexpr Mask {name} = Mask::{value};")
+        if "dropout" not in dict(self.config):
+            lines.append("    static constexpr bool dropout = false;")
         lines.append(f"    using Functions = {'UserFunctions' if functions else 'NoFunctions'};")
         body = functions + "struct Config {\n" + "\n".join(lines) + "\n};\n"
         return f"#pragma once\nnamespace xattn {{\n{body}}}  // namespace xattn\n"

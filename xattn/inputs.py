@@ -83,13 +83,17 @@ TENSORS = {
 }
 
 
+# Of the indices that a user's function is asked about; the sum of two of them is exact in float32.
+FARTHEST = 1 << 23
+
+
 @dataclass(frozen=True)
 class Lowered:
     """A user's function as the source of C++ (fusion/lower.py), and what it is given.
 
     ``tables``: which of its aux tensors it reads, ``forms`` their (element type of C++, dimensions), ``numbers`` the
     (type of C++, value) of the numbers that it holds; ``runs``: (which of the tables, its dimension) that an epilogue
-    reads by the channel of the output, a run of them at once.
+    reads by the channel of the output, a run of them at once; ``reads_each``: whether it reads any for each element.
     """
 
     role: str
@@ -98,6 +102,7 @@ class Lowered:
     forms: tuple[tuple[str, int], ...]
     numbers: tuple[tuple[str, int | float], ...]
     runs: tuple[tuple[int, int], ...] = ()
+    reads_each: bool = False
 
     def fields(self) -> list[tuple[str, str]]:
         """(name, type of C++) of its arguments; those of 8 bytes first."""

@@ -117,6 +117,9 @@ class ForwardParams(ctypes.Structure):
         ("q_scale", Scale),
         ("k_scale", Scale),
         ("v_scale", Scale),
+        ("dropout_rng", _PTR),
+        ("dropout_threshold", ctypes.c_uint32),
+        ("dropout_scale", _F32),
     )
 
     def order_tiles(self, heads_in_section: int) -> None:

@@ -56,15 +56,18 @@ def source(functions: tuple[Lowered, ...], out: str = "void", wide: bool = False
         "kScoreMod": "score_mod" in roles,
         "kMaskMod": "mask_mod" in roles,
         "kReads": any(f.tables for f in functions if f.role != "epilogue"),
+        "kReadsEach": any(f.reads_each for f in functions if f.role != "epilogue"),
         "kEpilogue": "epilogue" in roles,
         "kWide": wide,
     }
     flags = ", ".join(f"{name} = {str(value).lower()}" for name, value in has.items())
+    missing = [name for role, name in (("score_mod", "ScoreMod"), ("mask_mod", "MaskMod")) if role not in roles]
+    empty = "".join(f"    template <class A>\n    struct {name} {{}};\n" for name in missing)
     made = Source(
         f"struct Captured : ForwardParams {{\n{fields}}};\n"
         f'static_assert(sizeof(Captured) == {ctypes.sizeof(block(_forms(functions)))}, "as the host packs it");\n'
         f"struct UserFunctions {{\n    using Params = Captured;\n    using Out = {out};\n"
-        f"    static constexpr bool {flags};\n" + "".join(f"{f.source}\n" for f in functions) + "};\n"
+        f"    static constexpr bool {flags};\n{empty}" + "".join(f"{f.source}\n" for f in functions) + "};\n"
     )
     made.scores = bool(roles - {"epilogue"})
     return made

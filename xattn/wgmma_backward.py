@@ -78,7 +78,7 @@ class WgmmaBackward:
     def serves(self, problem: Problem) -> bool:
         """Whether these kernels answer."""
         p = problem
-        return max(p.head_dim, p.head_dim_v) <= 128 and not (p.attn_mask or p.deterministic)
+        return max(p.head_dim, p.head_dim_v) <= 128 and not (p.attn_mask or p.deterministic or p.dropout)
 
     def plan(self, problem: Problem) -> tuple[tuple[str, object], ...]:
         """As ``BackwardBody.plan``."""
@@ -99,7 +99,7 @@ class WgmmaBackward:
         dims = dict.fromkeys(tile(d, dv) for d, dv in product((64, 96, 128), repeat=2))
         for sizes, (element, forward) in product(dims, forward_call.variants()):
             switches = backward_call.switches(forward)
-            if switches is not None and dict(switches)["attn_mask"] == "none":
+            if switches is not None and dict(switches)["attn_mask"] == "none" and not forward_call.drops(switches):
                 yield ImageSpec(_entry(""), (("element", element), *sizes, *switches), arch)
         for sizes, element, part in product(dims, forward_call.ELEMENTS, ("_rows", "_queries")):
             yield ImageSpec(_entry(part), (("element", element), *sizes), arch)

@@ -32,6 +32,7 @@ struct ArchBase {
     // The same number, of which the compiler knows nothing: what depends on it is computed here, not ahead of the loop,
     // where it would cost registers.
     XATTN_DEVICE static s32 fresh(s32 x) { return Isa::fresh(x); }
+    XATTN_DEVICE static u32 fresh_uniform(u32 x) { return Isa::fresh_uniform(x); }  // the same in all lanes
 
     XATTN_DEVICE static float infinity() { return Isa::infinity(); }
     // One instruction, which a comparison and a choice are not; of a number and a NaN it is the number.
@@ -39,6 +40,8 @@ struct ArchBase {
     XATTN_DEVICE static float fma(float a, float b, float c) { return Isa::fma(a, b, c); }
     // Within 2 ulp, for denominators below 2^126.
     XATTN_DEVICE static float divide(float a, float b) { return Isa::divide(a, b); }
+    // Within 1 ulp, of 2^-126 to 2^126.
+    XATTN_DEVICE static float reciprocal(float x) { return Isa::reciprocal(x); }
     // Rounded to nearest.
     XATTN_DEVICE static float exact_quotient(float a, float b) { return Isa::exact_quotient(a, b); }
     XATTN_DEVICE static float exp2(float x) { return Isa::exp2(x); }
@@ -48,10 +51,9 @@ struct ArchBase {
     // (1 - e) / (1 + e) with e = exp(-2 |x|): exact to the rounding of the exponential, which approximations are not.
     // For small numbers, where 1 - e is not, the series x - x^3 / 3 + 2 x^5 / 15.
     XATTN_DEVICE static float tanh(float x) {
-        if (x * x < 0.0025f) return x * fma(x * x, fma(x * x, 2.0f / 15, -1.0f / 3), 1.0f);
-        const float e = exp2(-2.0f * kLog2e * (x < 0.0f ? -x : x));
-        const float y = Isa::divide(1.0f - e, 1.0f + e);
-        return x < 0.0f ? -y : y;
+        const float square = x * x, small = x * fma(square, fma(square, 2.0f / 15, -1.0f / 3), 1.0f);
+        const float e = exp2(-2.0f * kLog2e * fabsf(x)), y = (1.0f - e) * Isa::reciprocal(1.0f + e);
+        return square < 0.0025f ? small : copysignf(y, x);  // without a jump
     }
     template <class Element>
     XATTN_DEVICE static float to_float(u16 bits) {
@@ -79,6 +81,9 @@ struct ArchBase {
     XATTN_DEVICE static void store_float(Shared at, float x) { Isa::store_shared(at, x); }
     XATTN_DEVICE static float load_float(Shared at) { return Isa::load_shared_float(at); }
     XATTN_DEVICE static void load_floats(float (&x)[4], Shared at) { Isa::load_shared_floats(x, at); }
+    // ---- and other numbers
+    XATTN_DEVICE static void store_byte(Shared at, u32 x) { Isa::store_shared8(at, x); }
+    XATTN_DEVICE static u32 load_word(Shared at) { return Isa::bits(Isa::load_shared_float(at)); }
 
     // ---- 16 bytes of global memory at once, from where 16 divides the address
     template <class Word>

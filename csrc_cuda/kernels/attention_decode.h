@@ -125,6 +125,7 @@ struct AttentionDecode {
         State s;
         s.softmax_reset();
         s.clear_output();
+        if constexpr (Config::dropout) s.dropout = Dropout::of(p);
         if (State::kKeepQ) s.keep_q(pq);
         const s64 query0 = p.cu_seqlens_q ? seq.start_q : s64(t.sequence) * p.seqlen_q;
         S scores(p, visible, t.sequence, t.kv_head * ratio, row0, lane, query0);
@@ -394,6 +395,7 @@ struct AttentionDecode {
                 S::add_sink(p.sinks[head], base, sum, inverse);
             else
                 inverse = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
+            if constexpr (Config::dropout) inverse *= p.dropout_scale;
             if (p.lse && col == 0) {
                 const s64 at =
                     head * p.lse_head_stride + query + (p.cu_seqlens_q ? seq.start_q : t.sequence * p.lse_batch_stride);

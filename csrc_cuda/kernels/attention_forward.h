@@ -87,6 +87,7 @@ struct AttentionForward {
         State s;
         s.softmax_reset();
         s.clear_output();
+        if constexpr (Config::dropout) s.dropout = Dropout::of(p);
         const s64 first_query = p.cu_seqlens_q ? seq.start_q : s64(t.sequence) * p.seqlen_q;
         const S scores(p, visible, t.sequence, t.head, row0 + warp * 16 * kRowGroups, lane, first_query);
 
@@ -151,6 +152,7 @@ struct AttentionForward {
                     scores.add_sink(p.sinks[t.head], base, sum, inverse[r]);
                 else
                     inverse[r] = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
+                if constexpr (Config::dropout) inverse[r] *= p.dropout_scale;
                 if (p.lse && row < seq.seqlen_q && Arch::first_of_row(lane)) {
                     const s64 at = p.cu_seqlens_q ? t.head * p.lse_head_stride + seq.start_q + row
                                                   : t.sequence * p.lse_batch_stride + t.head * p.lse_head_stride + row;

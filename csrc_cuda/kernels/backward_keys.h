@@ -8,6 +8,9 @@
 // memory holds no more than it. K and V stay in shared memory; Q and dO of the next tile are copied behind the products
 // of this one (num_stages 2). lse and delta of a tile's queries lie beside them, in pairs.
 //
+// Dropout. Which weights of a tile are kept lies in shared memory too (KeptTile), made by all threads ahead of it;
+// their scale enters with the sums.
+//
 // With `parts` 2 a block makes dV or dK alone: head dimensions of which both do not fit in registers.
 #pragma once
 
@@ -39,7 +42,9 @@ struct BackwardKeys {
     static constexpr int kNumberBytes = 8 * kTileM;  // lse and delta of each query
     static constexpr int kK = 0, kV = kK + LayoutK::bytes, kQ = kV + LayoutV::bytes;
     static constexpr int kO = kQ + kStages * LayoutQ::bytes, kNumbers = kO + kStages * LayoutO::bytes;
-    static constexpr int kSharedBytes = kNumbers + kStages * kNumberBytes;
+    static constexpr int kKept = kNumbers + kStages * kNumberBytes;
+    using Kept = KeptTile<Arch, kThreads, kTileM, kTileN>;
+    static constexpr int kSharedBytes = kKept + (Config::dropout ? kStages * Kept::bytes : 0);
 
     using CopyQ = TileCopy<Arch, kThreads, kTileM, kDim>;
     using CopyO = TileCopy<Arch, kThreads, kTileM, kDimV>;
@@ -47,6 +52,8 @@ struct BackwardKeys {
     using Scores = Accumulator[kRowGroups][kAtOnce];
     using OfK = Accumulator[kRowGroups][kDim / 16];
     using OfV = Accumulator[kRowGroups][kDimV / 16];
+    using Bits = u32[kAtOnce][Arch::kElements / 2];  // what KeptTile says of two neighbours, for all row groups
+    static_assert(!Config::dropout || 4 % kRowGroups == 0, "the keys of a warp lie in one block of 64");
 
     XATTN_DEVICE static void run(const BackwardParams& b, Shared shared) {
         const u32 index = Arch::block_index();
@@ -111,6 +118,9 @@ struct BackwardKeys {
                     const Walk now = walk;
                     const int stage = kStages == 1 ? 0 : step & 1;
                     numbers.store(shared + kNumbers + stage * kNumberBytes, thread);
+                    if constexpr (Config::dropout)
+                        Kept::fill(shared + kKept + stage * Kept::bytes, Dropout::of(p), t.sequence, now.head, now.row0,
+                                   key0, thread);
                     Arch::template copy_wait<0>();
                     Arch::barrier();  // this tile is there for all, and all are done with the one before
                     clear_empty(shared, stage, thread);
@@ -147,8 +157,9 @@ struct BackwardKeys {
             }
             if (kOfV) {
                 u16* dv = target_row(b.dv, p.cu_seqlens_k, t.sequence, seq.start_k, t.head) + key0 * b.dv.row_stride;
-                store_gradient<Arch, Element, LayoutV, kRowGroups, kDimV>(of_v, 1.0f, shared + kV, warp_row, lane, dv,
-                                                                          b.dv, keys, p.head_dim_v);
+                store_gradient<Arch, Element, LayoutV, kRowGroups, kDimV>(
+                    of_v, Config::dropout ? p.dropout_scale : 1.0f, shared + kV, warp_row, lane, dv, b.dv, keys,
+                    p.head_dim_v);
             }
         }
 
@@ -237,9 +248,19 @@ struct BackwardKeys {
                 float factor[kRowGroups][kAtOnce][Arch::kElements];
                 weigh(gradient, visible, w, factor, shared + kNumbers + stage * kNumberBytes, row0, m, first_key, whole,
                       lane);
-                if (kOfV) Products::template weights_by_tile<kDimV, LayoutO>(of_v, w, o_columns, m);
+                Bits kept;
+                if constexpr (Config::dropout)
+                    load_kept(kept, shared + kKept + stage * Kept::bytes, m, ((key0 & 63) + warp_row) / 16, lane);
+                if constexpr (kOfV && Config::dropout) {
+                    Scores left;
+                    drop(left, w, kept);
+                    Products::template weights_by_tile<kDimV, LayoutO>(of_v, left, o_columns, m);
+                } else if (kOfV) {
+                    Products::template weights_by_tile<kDimV, LayoutO>(of_v, w, o_columns, m);
+                }
                 if (kOfK) {
                     Products::template rows_by_rows<kDimV, LayoutV, LayoutO>(ds, pv, o_rows, m);
+                    if constexpr (Config::dropout) through_dropout(gradient, ds, kept);
                     differentiate(w, factor, ds, shared + kNumbers + stage * kNumberBytes, m, whole, lane);
                     Products::template weights_by_tile<kDim, LayoutQ>(of_k, ds, q_columns, m);
                 }
@@ -297,6 +318,33 @@ struct BackwardKeys {
                     if (col < first[r] || col > last[r]) w[g][n].x[e] = 0.0f;
                 }
             }
+        }
+
+        // `query`: the first one; `sixteen`: the warp's first 16 keys, as KeptTile counts them.
+        XATTN_DEVICE static void load_kept(Bits& kept, Shared tile, int query, int sixteen, int lane) {
+            XATTN_UNROLL
+            for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
+            for (int e = 0; e < Arch::kElements; ++e) {
+                if (Arch::col_slot(e) % 2 != 0) continue;
+                kept[n][e / 2] = Kept::bits(tile, query + n * 16 + Arch::col_of(lane, e), sixteen,
+                                            Arch::row_of(lane, Arch::row_slot(e)));
+            }
+        }
+        XATTN_DEVICE static bool is_kept(const Bits& kept, int g, int n, int e) {
+            return kept[n][e / 2] >> (2 * g + 8 * (Arch::col_slot(e) % 2)) & 1;
+        }
+        XATTN_DEVICE static void drop(Scores& left, const Scores& w, const Bits& kept) {
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+            for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
+            for (int e = 0; e < Arch::kElements; ++e) left[g][n].x[e] = is_kept(kept, g, n, e) ? w[g][n].x[e] : 0.0f;
+        }
+        XATTN_DEVICE static void through_dropout(const Gradient& gradient, Scores& ds, const Bits& kept) {
+            XATTN_UNROLL
+            for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+            for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
+            for (int e = 0; e < Arch::kElements; ++e)
+                ds[g][n].x[e] = gradient.through_dropout(ds[g][n].x[e], is_kept(kept, g, n, e));
         }
 
         // Gradients of the weights to those of the products, but for softmax_scale.

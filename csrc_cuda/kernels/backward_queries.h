@@ -5,7 +5,9 @@
 //
 // Queries are the rows of all products: dS is an operand as it stands in the accumulators, lse and delta of a lane's
 // rows stay in registers. Q and dO stay in shared memory; K and V of the next tile are copied behind the products of
-// this one (num_stages 2). Nothing is added up between warps or blocks: the result is the same bit for bit.
+// this one (num_stages 2). Which weights dropout keeps is made by all threads ahead of a tile, for 64 keys or more at a
+// time, and lies in shared memory (KeptTile). Nothing is added up between warps or blocks: the result is the same bit
+// for bit.
 #pragma once
 
 #include "kernels/backward_tile.h"
@@ -35,7 +37,11 @@ struct BackwardQueries {
     using LayoutV = TileLayout<kTileN, kDimV>;
     static constexpr int kQ = 0, kO = kQ + LayoutQ::bytes, kK = kO + LayoutO::bytes;
     static constexpr int kV = kK + kStages * LayoutK::bytes;
-    static constexpr int kSharedBytes = kV + kStages * LayoutV::bytes;
+    static constexpr int kKept = kV + kStages * LayoutV::bytes;
+    static constexpr int kSpan = max_of(64, kTileN);  // keys of a KeptTile, of which there are two
+    static_assert(kSpan % kTileN == 0, "a tile of keys lies in one");
+    using Kept = KeptTile<Arch, kThreads, kTileM, kSpan>;
+    static constexpr int kSharedBytes = kKept + (Config::dropout ? 2 * Kept::bytes : 0);
 
     using CopyK = TileCopy<Arch, kThreads, kTileN, kDim>;
     using CopyV = TileCopy<Arch, kThreads, kTileN, kDimV>;
@@ -86,6 +92,9 @@ struct BackwardQueries {
             copy(copy_k, copy_v, shared, 0, seq.seqlen_k - n_last * kTileN);
             int stage = 0;
             for (s32 n = n_last; n >= n_first; --n) {
+                if (Config::dropout && (n == n_last || (n + 1) * kTileN % kSpan == 0))
+                    Kept::fill(kept_of(shared, n * kTileN), Dropout::of(p), t.sequence, t.head, row0,
+                               n * kTileN / kSpan * kSpan, thread);
                 Arch::template copy_wait<0>();
                 Arch::barrier();  // this tile is there for all, and all are done with the one before
                 if (kStages == 2 && n > n_first) copy_next(copy_k, copy_v, shared, stage ^ 1);
@@ -120,6 +129,11 @@ struct BackwardQueries {
             lse[g][r] = valid ? Gradient::lse(b.p.lse[at + row]) : Arch::infinity();
             delta[g][r] = valid ? b.delta[at + row] : 0.0f;
         }
+    }
+
+    // The two take turns: when one is made anew, nobody reads it.
+    XATTN_DEVICE static Shared kept_of(Shared shared, s32 key0) {
+        return shared + kKept + key0 / kSpan % 2 * Kept::bytes;
     }
 
     XATTN_DEVICE static void copy(const CopyK& copy_k, const CopyV& copy_v, Shared shared, int stage, s32 valid) {
@@ -160,6 +174,8 @@ struct BackwardQueries {
             }
             if (!whole) hide(visible, w, first_row, key0 + n0, lane);
             Products::template rows_by_rows<kDimV, LayoutO, LayoutV>(ds, po, v_rows, n0);
+            if constexpr (Config::dropout)
+                through_dropout(gradient, ds, kept_of(shared, key0), warp_row, (key0 % kSpan + n0) / 16, lane);
             XATTN_UNROLL
             for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
             for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
@@ -167,6 +183,23 @@ struct BackwardQueries {
                 ds[g][n].x[e] = Gradient::of_product(w[g][n].x[e], ds[g][n].x[e], delta[g][Arch::row_slot(e)],
                                                      factor[g][n][e], whole);
             Products::template weights_by_tile<kDim, LayoutK>(of_q, ds, k_columns, n0);
+        }
+    }
+
+    // `query`: the warp's first one; `sixteen`: the first 16 keys, as KeptTile counts them.
+    XATTN_DEVICE static void through_dropout(const Gradient& gradient, Scores& ds, Shared tile, int query, int sixteen,
+                                             int lane) {
+        static_assert(4 % kAtOnce == 0, "the keys that are at hand at once lie in one block of 64");
+        XATTN_UNROLL
+        for (int g = 0; g < kRowGroups; ++g) XATTN_UNROLL
+        for (int e = 0; e < Arch::kElements; ++e) {
+            if (Arch::col_slot(e) % 2 != 0) continue;
+            const u32 kept = Kept::bits(tile, query + g * 16 + Arch::row_of(lane, Arch::row_slot(e)), sixteen,
+                                        Arch::col_of(lane, e));
+            XATTN_UNROLL
+            for (int n = 0; n < kAtOnce; ++n) XATTN_UNROLL
+            for (int i = 0; i < 2; ++i)
+                ds[g][n].x[e + i] = gradient.through_dropout(ds[g][n].x[e + i], kept >> (2 * n + i) & 1);
         }
     }
 

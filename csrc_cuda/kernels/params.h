@@ -6,7 +6,7 @@
 
 namespace xattn {
 
-constexpr int kParamsVersion = 5;
+constexpr int kParamsVersion = 6;
 
 // A tensor of (batch, row, head, head_dim); strides in elements. Packed tensors have no batch stride. A paged cache is
 // (page, slot, head, head_dim).
@@ -97,16 +97,24 @@ struct ForwardParams {
     s32 queue;  // number of the launch's counters; -1: none
     // Of caches of 8 bits.
     Scale q_scale, k_scale, v_scale;
+    // See dropout.h.
+    const s64* dropout_rng;  // (seed, offset)
+    u32 dropout_threshold;   // a number below which a weight is dropped, of 16 bits, in the upper half
+    float dropout_scale;     // of weights that are kept: 1 / (1 - dropout_p), 0 where all are dropped
 };
 
 // A call without functions of the user's. What stands in its place otherwise is made by xattn/user_functions.py:
-// Params has more fields then, and each function that is there gets it, the score (score_mod), the coordinates, and
-// where to note that it asked for an element that a captured tensor has not got. An epilogue gets a run of channels.
-// Out: the element of the output; void: the usual one.
+// Params has more fields then. A ScoreMod or MaskMod loads what is the same for a head, and is asked about each score;
+// both note that they asked for an element that a captured tensor has not got. kReadsEach: one reads captured tensors
+// for each score. An epilogue gets a run of channels. Out: the element of the output; void: the usual one.
 struct NoFunctions {
     using Params = ForwardParams;
     using Out = void;
-    static constexpr bool kScoreMod = false, kMaskMod = false, kReads = false, kEpilogue = false;
+    static constexpr bool kScoreMod = false, kMaskMod = false, kReads = false, kReadsEach = false, kEpilogue = false;
+    template <class A>
+    struct ScoreMod {};
+    template <class A>
+    struct MaskMod {};
 };
 
 }  // namespace xattn

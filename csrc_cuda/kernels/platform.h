@@ -6,6 +6,12 @@
 #define XATTN_DEVICE inline
 #define XATTN_GLOBAL inline
 #define XATTN_UNROLL
+// Of <math.h>, which in C++ is long to parse, what kernels and users' functions call.
+extern "C" {
+float fabsf(float), floorf(float), ceilf(float), truncf(float), rintf(float), sqrtf(float);
+float expf(float), logf(float), log2f(float), log10f(float), sinf(float), cosf(float);
+float fmodf(float, float), powf(float, float), copysignf(float, float);
+}
 #else
 #define XATTN_DEVICE __device__ __forceinline__
 #define XATTN_GLOBAL __device__

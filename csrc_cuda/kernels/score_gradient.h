@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/backward_params.h"
+#include "kernels/dropout.h"
 #include "kernels/scores.h"
 
 namespace xattn {
@@ -56,6 +57,11 @@ struct ScoreGradient {
         }
         if (kMasked && row < seqlen_q && key < seqlen_k) x = masked(x, row, key);
         return Arch::exp2((x - lse) * kToLog2);
+    }
+
+    // The gradient of a weight, from that of what dropout makes of it.
+    XATTN_DEVICE float through_dropout(float of_weight, bool kept) const {
+        return kept ? of_weight * p.dropout_scale : 0.0f;
     }
 
     // The gradient of a product, but for softmax_scale, from that of its weight. A weight of 0 moves nothing, whatever

@@ -11,6 +11,7 @@
 // hold, has no finite value in log2.
 #pragma once
 
+#include "kernels/dropout.h"
 #include "kernels/params.h"
 #include "kernels/sequence.h"
 #include "kernels/user_functions.h"
@@ -67,8 +68,11 @@ struct Scores {
     const float* slopes;  // of the head, or of the first of the heads that are packed
     float slope;          // of the head
     const u8* mask_row;   // attn_mask at (sequence, head, 0, 0); a tree at the sequence's first query
-    s32 sequence, head;   // for the user's functions; head: the first of the heads that are packed
-    s32 row0;             // the warp's first row
+    // For the user's functions; head: the first of the heads that are packed, else their functions have loaded it.
+    s32 sequence, head;
+    typename Functions::template ScoreMod<Arch> score_mod;
+    typename Functions::template MaskMod<Arch> mask_mod;
+    s32 row0;  // the warp's first row
     int lane;
     // Of products, beside the scale: of all, and of the lane's rows. Where scores are not plain, and kScaled.
     float factor = 1.0f;
@@ -92,6 +96,8 @@ struct Scores {
             slopes = p.alibi + sequence * p.alibi_batch_stride + head;
             if (!kPackHeads) slope = slopes[0] * kUnit;
         }
+        if constexpr (!kPackHeads && Functions::kScoreMod) score_mod.load(captured(), sequence, head);
+        if constexpr (!kPackHeads && Functions::kMaskMod) mask_mod.load(captured(), sequence, head);
         if (Config::attn_mask == Mask::tree) {
             mask_row = static_cast<const u8*>(p.mask) + first_query * p.mask_row_stride;
         } else if (Config::attn_mask != Mask::none) {
@@ -103,7 +109,8 @@ struct Scores {
     // Products to scores, where they are not plain; those that a mask_mod hides become -infinity.
     XATTN_DEVICE void modify(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
         if (!kModifies) return;
-        u64 missing = 0;  // bit n * kElements + e: the user asked for what a captured tensor has not got
+        u64 missing = lacks_head();  // bit n * kElements + e: the user asked for what a captured tensor has not got
+        const float first_key = float(key0 + Arch::col_of(lane, 0));
         const float scale = this->scale(), cap = p.softcap * (kUnit * kLn2);
         XATTN_UNROLL
         for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
@@ -115,10 +122,11 @@ struct Scores {
             if (!kPlain) x *= scale;
             if (Config::softcap) x = cap * Arch::tanh(x);
             if constexpr (Functions::kScoreMod) {
-                const Element at = element(place, row, key);
+                const Element at = element(place, row, key, first_key + float(n * 16 + Arch::col_of(0, e)));
                 bool found = true;
-                x = Functions::template score_mod<Arch>(captured(), x, sequence, at.head, at.q_idx, at.kv_idx, found);
-                if (Functions::kReads) missing |= u64(found ? 0 : 1) << (n * Arch::kElements + e);
+                x = loaded(score_mod, at, found)
+                        .at(captured(), x, sequence, at.head, at.q_idx, at.kv_idx, at.q_real, at.kv_real, found);
+                if (kNotes) missing |= u64(found ? 0 : 1) << (n * Arch::kElements + e);
             }
             if (Config::alibi) {
                 const s32 distance = row + visible.shift - key;
@@ -128,15 +136,28 @@ struct Scores {
             if (Config::attn_mask != Mask::none && row < row_end() && key < visible.seqlen_k)
                 x = attn_mask(x, row, key);
             if constexpr (Functions::kMaskMod) {
-                const Element at = element(place, row, key);
+                const Element at = element(place, row, key, first_key + float(n * 16 + Arch::col_of(0, e)));
                 bool found = true;
-                if (!Functions::template mask_mod<Arch>(captured(), sequence, at.head, at.q_idx, at.kv_idx, found))
+                if (!loaded(mask_mod, at, found)
+                         .at(captured(), sequence, at.head, at.q_idx, at.kv_idx, at.q_real, at.kv_real, found))
                     x = -Arch::infinity();
-                if (Functions::kReads) missing |= u64(found ? 0 : 1) << (n * Arch::kElements + e);
+                if (kNotes) missing |= u64(found ? 0 : 1) << (n * Arch::kElements + e);
             }
             s[n].x[e] = x;
         }
         if (Functions::kReads && XATTN_RARELY(missing != 0)) report(missing, group, key0);
+    }
+
+    // Weights that dropout takes become 0.
+    XATTN_DEVICE void drop(const Dropout& dropout, Accumulator (&w)[kKeyGroups], int group, s32 key0) const {
+        Dropout::Row rows[Arch::kRowsPerLane];
+        XATTN_UNROLL
+        for (int r = 0; r < Arch::kRowsPerLane; ++r) {
+            const s32 place = row0 + group * 16 + Arch::row_of(lane, r), row = query(p, place);
+            rows[r] = {Config::paged ? row + visible.shift : row,
+                       kPackHeads ? head + place - row * s32(p.gqa_ratio.value) : head};
+        }
+        dropout.template drop<Arch>(w, rows, sequence, key0, lane);
     }
 
     // The query at a row of the tile.
@@ -178,10 +199,10 @@ struct Scores {
         for (int r = 0; r < Arch::kRowsPerLane; ++r) largest[r] *= p.scale;
     }
 
-    // A key's weight relative to its row's reference.
+    // A key's weight relative to its row's base, which is in log2 units here.
     template <class Params>
     XATTN_DEVICE static float weight(const Params& p, float s, float base) {
-        return kPlain ? Arch::exp2(Arch::fma(s, p.scale, -base)) : exponential(s - base);
+        return Arch::exp2(kPlain ? Arch::fma(s, p.scale, -base) : kNatural ? Arch::fma(s, kLog2e, -base) : s - base);
     }
     XATTN_DEVICE static float exponential(float difference) { return Arch::exp2(difference * kToLog2); }
 
@@ -229,6 +250,27 @@ struct Scores {
     XATTN_DEVICE s32 row_end() const { return visible.seqlen_k - visible.shift; }  // seqlen_q
 
     // ---- the user's functions
+    struct Element {
+        s32 head, q_idx, kv_idx;
+        float q_real, kv_real;  // the same, exactly
+    };
+    // Whether an element of a captured tensor can be missing for one score and not for all of a head.
+    static constexpr bool kNotes = Functions::kReadsEach || (kPackHeads && Functions::kReads);
+    XATTN_DEVICE u64 lacks_head() const {
+        bool found = true;
+        if constexpr (!kPackHeads && Functions::kReads && Functions::kScoreMod) found &= score_mod.found;
+        if constexpr (!kPackHeads && Functions::kReads && Functions::kMaskMod) found &= mask_mod.found;
+        return found ? 0 : ~u64(0) >> (64 - kKeyGroups * Arch::kElements);
+    }
+    // A function with what it has loaded of an element's head.
+    template <class Mod>
+    XATTN_DEVICE Mod loaded(Mod mod, const Element& at, bool& found) const {
+        if (kPackHeads) {
+            mod.load(captured(), sequence, at.head);
+            found = mod.found;
+        }
+        return mod;
+    }
     static_assert(!Functions::kReads || kKeyGroups * Arch::kElements <= 64, "a bit for each");
     // What is missing counts where its row sees its key.
     XATTN_DEVICE void report(u64 missing, int group, s32 key0) const {
@@ -242,14 +284,11 @@ struct Scores {
     }
     // What they are asked for; rows and keys of a tile that do not exist are taken for the last that do, so that none
     // but those asks for an element.
-    struct Element {
-        s32 head, q_idx, kv_idx;
-    };
-    XATTN_DEVICE Element element(s32 place, s32 row, s32 key) const {
-        const s32 query = Functions::kReads ? min_of(row, row_end() - 1) : row;
-        return {kPackHeads ? head + place - row * s32(p.gqa_ratio.value) : head,
-                Config::paged ? query + visible.shift : query,
-                Functions::kReads ? min_of(key, visible.seqlen_k - 1) : key};
+    XATTN_DEVICE Element element(s32 place, s32 row, s32 key, float key_real) const {
+        const s32 query = kNotes ? min_of(row, row_end() - 1) : row;
+        const s32 q_idx = Config::paged ? query + visible.shift : query, last = visible.seqlen_k - 1;
+        return {kPackHeads ? head + place - row * s32(p.gqa_ratio.value) : head, q_idx,
+                kNotes ? min_of(key, last) : key, float(q_idx), kNotes ? min_of(key_real, float(last)) : key_real};
     }
     XATTN_DEVICE const typename Functions::Params& captured() const {
         return static_cast<const typename Functions::Params&>(p);

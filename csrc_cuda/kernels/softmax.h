@@ -7,6 +7,9 @@
 // Where scores are plain, one rounding makes a product a score relative to its base, and the base was rounded as well:
 // from kFar on the two differ by more than weights can hold. A score as large as the reference counts as a move there,
 // as adding kSlack changes nothing, and the move makes the block's products exact; whatever is smaller stays below 1.
+//
+// Natural scores become weights by one rounding as well, of a base that was rounded to log2 units: as exact as the
+// scores are. From kFarNatural on each block's base is subtracted first, as the lowest float has no value in log2.
 #pragma once
 
 #include "kernels/platform.h"
@@ -18,7 +21,8 @@ namespace xattn {
 template <class Arch, class Scores, int kRows, bool kApart = false>
 struct Softmax {
     static constexpr float kSlack = Scores::kSlack;
-    static constexpr float kFar = 134217728.0f;  // 2^27: half a unit in the last place is 8
+    static constexpr float kFar = 134217728.0f;       // 2^27: half a unit in the last place is 8
+    static constexpr float kFarNatural = 1048576.0f;  // 2^20
     // The reference of a row that has seen no key: less than any score, and no score that is plain is compared with it.
     XATTN_DEVICE static float none() { return Scores::kPlain ? -3.402823466e38f : -Arch::infinity(); }
     float reference[kRows];
@@ -43,11 +47,13 @@ struct Softmax {
         const bool moved = Arch::any(moves);
         if (kApart && !XATTN_RARELY(moved)) {
             take(base);
+            if (Scores::kNatural) to_log2(base, s);
             return false;
         }
         if (moved) move(largest, factor);
         take(base);
         if (Scores::kPlain && moved) make_exact(p, base, s);
+        if (Scores::kNatural) to_log2(base, s);
         return moved;
     }
 
@@ -77,13 +83,29 @@ struct Softmax {
             row_sum[r] *= factors[r];
         }
     }
+    XATTN_DEVICE static bool are_far(const float (&base)[kRows], float from) {
+        bool far = false;
+        XATTN_UNROLL
+        for (int r = 0; r < kRows; ++r) far |= fabsf(base[r]) >= from;
+        return kApart ? Arch::any(far) : far;
+    }
+    // Natural bases in log2 units, and 0 where rows are far out.
+    template <class Accumulator, int n>
+    XATTN_DEVICE static void to_log2(float (&base)[kRows], Accumulator (&s)[n]) {
+        if (XATTN_RARELY(are_far(base, kFarNatural))) {
+            XATTN_UNROLL
+            for (int i = 0; i < n; ++i) XATTN_UNROLL
+            for (int e = 0; e < Arch::kElements; ++e) s[i].x[e] -= base[Arch::row_slot(e)];
+            XATTN_UNROLL
+            for (int r = 0; r < kRows; ++r) base[r] = 0.0f;
+        }
+        XATTN_UNROLL
+        for (int r = 0; r < kRows; ++r) base[r] *= kLog2e;
+    }
     // Where a row is far out: products of which Scores::weight makes, with a base of 0, what twice rounded scores give.
     template <class Params, class Accumulator, int n>
     XATTN_DEVICE static void make_exact(const Params& p, float (&base)[kRows], Accumulator (&s)[n]) {
-        bool far = false;
-        XATTN_UNROLL
-        for (int r = 0; r < kRows; ++r) far |= Arch::max(base[r], -base[r]) >= kFar;
-        if (kApart ? !Arch::any(far) : !far) return;
+        if (!are_far(base, kFar)) return;
         const float inverse = Arch::divide(1.0f, p.scale);
         XATTN_UNROLL
         for (int i = 0; i < n; ++i) XATTN_UNROLL

@@ -25,6 +25,7 @@ struct WarpTile {
     Accumulator acc_o[kRowGroups][kDimV / 16];
     OperandA q[kKeepQ ? kRowGroups : 1][kKeepQ ? kDim / 16 : 1];
     Softmax<Arch, S, kRows> soft[kRowGroups];
+    Dropout dropout;  // where there is any
 
     XATTN_DEVICE void softmax_reset() {
         XATTN_UNROLL
@@ -79,7 +80,8 @@ struct WarpTile {
         }
     }
 
-    // Scores become weights, relative to each row's reference; the output follows where a reference moves.
+    // Scores become weights, relative to each row's reference; the output follows where a reference moves. Sums are of
+    // all weights, also of those that are dropped then.
     XATTN_DEVICE void softmax(const S& scores, s32 key0, bool whole) {
         XATTN_UNROLL
         for (int g = 0; g < kRowGroups; ++g) {
@@ -106,6 +108,7 @@ struct WarpTile {
                 acc_s[g][n].x[e] = w;
                 soft[g].row_sum[r] += w;
             }
+            if constexpr (Config::dropout) scores.drop(dropout, acc_s[g], g, key0);
         }
     }
 

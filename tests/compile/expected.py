@@ -44,10 +44,13 @@ def of_backward(spec: ImageSpec) -> dict[str, int]:
     c = {name: int(value) for name, value in spec.config if not isinstance(value, str)}
     d, dv, stages = c["head_dim"], c["head_dim_v"], c["num_stages"]
     groups = c["tile_m"] * c["tile_n"] // (256 * c["num_warps"])
+    keys = max(64, c["tile_n"])  # of a KeptTile (kernels/dropout.h), in blocks of 64
+    kept = keys // 8 * (c["tile_m"] + 8) if c.get("dropout") else 0
     if "keys" in spec.entry:  # S twice where dk and dv are made apart
         products = groups * (2 * d + 2 * dv + (d if c["parts"] == 2 else 0)) // 16
         shared = 2 * (c["tile_n"] + stages * c["tile_m"]) * (d + dv) + stages * 8 * c["tile_m"]
+        shared += stages * kept
     else:
         products = groups * (2 * d + dv) // 16
-        shared = 2 * (c["tile_m"] + stages * c["tile_n"]) * (d + dv)
+        shared = 2 * (c["tile_m"] + stages * c["tile_n"]) * (d + dv) + 2 * kept
     return {"products": products, "shared": shared}

@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, ConfigValue]] = {
     "boolean": {"attn_mask": "boolean"},
     "added16": {"attn_mask": "added16"},
     "added32": {"attn_mask": "added32"},
+    "dropout": {"dropout": True},
 }
 PAGED_VARIANTS: dict[str, dict[str, ConfigValue]] = {
     "": {},
@@ -67,7 +68,8 @@ def spec(name: str, arch: str) -> ImageSpec:
     kind, dim, variant = (*words, "")[:3]
     backend = sm80 if ARCHS[arch].entry == _SM80 else cdna
     changed = (FP8_VARIANTS if kind == "decode-fp8" else PAGED_VARIANTS if kind else VARIANTS)[variant]
-    chosen = {name: changed.get(name, value) for name, value in _PLAIN.items()}
+    dropout = bool(changed.get("dropout"))
+    chosen = {name: changed.get(name, value) for name, value in _PLAIN.items()} | ({"dropout": True} if dropout else {})
     element = ("element", str(changed.get("element", "bf16")))
     forward, decode, dims = backend.BODY, backend.DECODE, (int(dim[1:]), int(dim[1:]))
     if kind == "decode-fp8":
@@ -77,7 +79,9 @@ def spec(name: str, arch: str) -> ImageSpec:
     switches = tuple(chosen.items())
     if kind == "decode":
         return ImageSpec(decode.entry, decode.fields(element, decode.tile(*dims), switches), arch)
-    return ImageSpec(forward.entry, forward.fields(element, forward.tile(*dims), kind == "paged", switches), arch)
+    return ImageSpec(
+        forward.entry, forward.fields(element, forward.tile(*dims, dropout), kind == "paged", switches), arch
+    )
 
 
 # Shipped images: every variant. NVRTC 12.9, 13.0 and 13.5 use the same. 255 registers are all that a thread can have;
@@ -94,6 +98,9 @@ _SHIPPED = {
     "d128 added32": (255, 340),
     "d256": (255, 0),
     "d256 softcap alibi": (255, 0),
+    "d64 dropout": (255, 0),
+    "d128 dropout": (255, 40),
+    "d256 dropout": (255, 0),
     "paged d64": (255, 112),
     "paged d128": (255, 96),
     "paged d128 softcap alibi tree": (255, 248),
@@ -114,7 +121,8 @@ _LATER_ARCHS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121
 _LATER = {"d64": (255, 256), "d128": (255, 224), "d256": (255, 40), "decode-fp8 d128": (255, 0)}
 
 # Vector and accumulation registers together, of 512: bounds are where a wave less would fit on a SIMD, but for masks at
-# d128, which miss it by one, and for decode kernels, of which shared memory admits one wave anyway. clang 22.
+# d128, which miss it by one, and for dropout and decode kernels, of which shared memory admits no more waves anyway.
+# clang 22.
 _CDNA_ARCHS = ("gfx90a", "gfx942", "gfx950")
 _CDNA_REGISTERS = {
     "d64": 128,
@@ -128,6 +136,9 @@ _CDNA_REGISTERS = {
     "d128 added32": 129,
     "d256": 168,
     "d256 softcap alibi": 168,
+    "d64 dropout": 128,
+    "d128 dropout": 160,
+    "d256 dropout": 172,
     "paged d64": 128,
     "paged d128": 128,
     "paged d128 softcap alibi tree": 140,
@@ -150,6 +161,9 @@ _CDNA_SPILLS = {
     "d128 added16": (8, 2, 2),
     "d128 added32": (8, 2, 2),
     "d256 softcap alibi": (2, 0, 0),
+    "d64 dropout": (4, 0, 0),
+    "d128 dropout": (4, 0, 0),
+    "d256 dropout": (4, 0, 0),
 }
 
 # Waves on a compute unit that registers and LDS must admit: two on each SIMD, so that the softmax of one runs behind

@@ -20,8 +20,11 @@ DIMS = (64, 128, 256)
 KERNELS = ("keys", "queries")
 # Every mask once at head_dim 128, and the others plain; both compilers for the plain ones of 128.
 CELLS = [(kernel, 128, variant, 12) for kernel in KERNELS for variant in VARIANTS if variant != "fp16"]
-CELLS += [(kernel, d, "", 12) for kernel in KERNELS for d in (64, 256)] + [(kernel, 128, "", 13) for kernel in KERNELS]
-# Bytes that sm_80's images store and load again, by NVRTC 12.9 and 13 alike; the wanted number is 0, as elsewhere.
+CELLS += [(kernel, d, variant, 12) for kernel in KERNELS for d in (64, 256) for variant in ("", "dropout")] + [
+    (kernel, 128, "", 13) for kernel in KERNELS
+]
+# Bytes that sm_80's images store and load again, by NVRTC 12.9 and 13 alike, with dropout by 12.9; the wanted number
+# is 0, as elsewhere.
 SPILLS: dict[tuple[str, int, str], int] = {
     ("keys", 64, ""): 44,
     ("keys", 128, ""): 64,
@@ -30,9 +33,12 @@ SPILLS: dict[tuple[str, int, str], int] = {
     ("keys", 128, "added16"): 144,
     ("keys", 128, "added32"): 132,
     ("keys", 256, ""): 112,
+    ("keys", 64, "dropout"): 92,
+    ("keys", 128, "dropout"): 64,
+    ("keys", 256, "dropout"): 24,
 }
-# Of plain images for later architectures.
-LATER = {("keys", 128): 64}
+# Of images for later architectures; Hopper has dropout by these kernels alone.
+LATER = {("keys", 128, ""): 64, ("keys", 128, "dropout"): 24}
 # Vector and accumulation registers of a lane together, and scalar ones spilled into them; nothing goes to memory.
 AMD = {
     ("keys", 64): (128, 33),
@@ -42,6 +48,7 @@ AMD = {
     ("queries", 128): (120, 0),
     ("queries", 256): (160, 0),
 }
+AMD_DROPOUT = {("keys", 128): (192, 52), ("queries", 128): (136, 4)}
 
 
 def spec(body: backward_call.BackwardBody, kernel: str, d: int, arch: str, variant: str = "") -> ImageSpec:
@@ -50,6 +57,7 @@ def spec(body: backward_call.BackwardBody, kernel: str, d: int, arch: str, varia
     if kernel == "rows":
         return next(s for s in body.images(arch) if s.entry == body.entry("rows") and s.config[0] == element)
     switches = tuple((name, changed.get(name, value)) for name, value in _PLAIN.items())
+    switches += (("dropout", True),) if changed.get("dropout") else ()
     return ImageSpec(body.entry(kernel), (element, *body.tile(kernel, d, d), *switches), arch)
 
 
@@ -70,10 +78,10 @@ def test_sm_80(kernel, d, variant, major):
     checked_nvidia(spec(sm80.BACKWARD, kernel, d, "sm_80", variant), major, SPILLS.get((kernel, d, variant), 0))
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize("arch, variant", [("sm_90a", ""), ("sm_90a", "dropout"), ("sm_100", ""), ("sm_120", "")])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_later_architectures(kernel, arch):
-    checked_nvidia(spec(sm80.BACKWARD, kernel, 128, arch), 13, LATER.get((kernel, 128), 0))
+def test_later_architectures(kernel, arch, variant):
+    checked_nvidia(spec(sm80.BACKWARD, kernel, 128, arch, variant), 13, LATER.get((kernel, 128, variant), 0))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
@@ -99,11 +107,19 @@ def test_ptx_for_later_architectures(kernel):
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a.startswith("gfx")])
 @pytest.mark.parametrize("kernel, d", [("rows", 0), *((kernel, d) for kernel in KERNELS for d in DIMS)])
 def test_amd(kernel, d, arch, amd_compiler):
-    s = spec(cdna.BACKWARD, kernel, d, arch)
+    checked_amd(spec(cdna.BACKWARD, kernel, d, arch), kernel, *AMD.get((kernel, d), (64, 0)))
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHS if a.startswith("gfx")])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_dropout_on_amd(kernel, arch, amd_compiler):
+    checked_amd(spec(cdna.BACKWARD, kernel, 128, arch, "dropout"), kernel, *AMD_DROPOUT[kernel, 128])
+
+
+def checked_amd(s: ImageSpec, kernel: str, registers: int, spilled: int) -> None:
     code, kind, log = resources.amd_compiler().compile(s)
-    used = resources.of_amd(Image("", arch, kind, s.name(), "", code))
+    used = resources.of_amd(Image("", s.arch, kind, s.name(), "", code))
     assert kind == "hsaco" and log == ""
-    registers, spilled = AMD.get((kernel, d), (64, 0))
     assert used.registers <= registers and used.spilled <= spilled, used[:4]
     # Nothing is in scratch memory; tiles are copied by 16 bytes.
     assert used.stack == used.shared == 0 and resources.count(used, "scratch_") == 0

@@ -21,6 +21,7 @@ SPILLS = {
     "added16": (forward_call._switches(attn_mask="added16"), 384),
     "added32": (forward_call._switches(attn_mask="added32"), 384),
 }
+DROPOUT = forward_call._switches(dropout=True)
 
 
 def spec(dims, row: sm90.Tile, switches: forward_call.Fields, element: str = "bf16", paged: bool = False) -> ImageSpec:
@@ -79,3 +80,16 @@ def test_variants(dims, name):
     image = nvrtc.library(13).build(spec(dims, sm90.rows(*dims)[-1], switches))
     assert jit.serialised(image) == ""
     assert jit.spilled_bytes(image) <= most
+
+
+@pytest.mark.parametrize("element, major, paged", [("bf16", 12, False), ("fp16", 13, True), ("e4m3", 13, False)])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_dropout(dims, element, major, paged):
+    """Its numbers find registers; one evaluation of 14 products serves eight weights, less what evaluations share."""
+    row = sm90.rows(*dims, narrow=element == "e4m3")[-1].dropping()
+    images = [nvrtc.library(major).build(spec(dims, row, s, element, paged)) for s in (PLAIN, DROPOUT)]
+    plain, used = map(resources.of_nvidia, images)
+    assert jit.serialised(images[1]) == "" and used.spilled == used.stack == 0
+    evaluations = 3 * row.tile_n * 64 // (8 * 128)  # in three places, of a lane
+    more = resources.count(used, "IMAD.WIDE") - resources.count(plain, "IMAD.WIDE")
+    assert row.tile_n % 64 == 0 and 0 < more <= 14 * evaluations

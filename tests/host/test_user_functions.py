@@ -131,8 +131,7 @@ def run(tmp_path_factory):
         key, aux = fusion.trace(role, fn, CPU)
         mod = fusion.lookup(key)
         assert mod is not None and mod.lowered is not None, mod and mod.refusal
-        x: Any = SimpleNamespace(score_mod=None, mask_mod=None, **{f"{role}_aux": aux})
-        setattr(x, role, mod)
+        x: Any = SimpleNamespace(functions=lambda: ((role, mod),), **{f"{role}_aux": aux})
         params = user_functions.params_of(x)()
         for name, t in user_functions.fill(params, x).items():
             getattr(params, name).data = t.data_ptr()

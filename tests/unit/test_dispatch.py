@@ -275,10 +275,25 @@ def test_who_answers_gradients(arch, native):
         assert chosen(**plain) == "sdpa"
         assert dispatch.plan(Problem(**plain), SIZE, from_arch(arch)).backend == native
         assert dispatch.plan(Problem(grads=("q",), **plain), SIZE, from_arch(arch), backend=native).backend == native
-    for other in ("softcap", "alibi_slopes", "sinks", "window", "return_lse", "deterministic", "seqused_k"):
+    for other in ("softcap", "alibi_slopes", "sinks", "window", "return_lse", "deterministic", "seqused_k", "dropout"):
         assert chosen(**{other: True}) == native, other
     assert chosen(kind="varlen") == native
-    assert chosen(score_mod="score_mod:1") != native and chosen(dropout=True) != native
+    assert chosen(score_mod="score_mod:1") != native
+    assert chosen(dropout=True, dropout_start=True) == "reference"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dropout_on_hopper_has_the_shared_backward(head_dim):
+    """Its own kernels for the rest do not draw; where it names them they would ignore the mask."""
+
+    def backward(**fields) -> str:
+        problem = Problem(grads=("q", "k", "v"), head_dim=head_dim, head_dim_v=head_dim, kind="varlen", **fields)
+        found = dispatch.plan(problem, SIZE, from_arch("sm_90"))
+        assert found.backend == "sm90"
+        return str(dict(found.config)["backward"])
+
+    assert backward().startswith("arch/sm90") == (head_dim <= 128)
+    assert not backward(dropout=True).startswith("arch/sm90")
 
 
 FP32 = {"dtype": "fp32", "dtype_kv": "fp32", "dtype_out": "fp32"}
@@ -330,7 +345,8 @@ def test_plans_on_the_cpu(problem, chosen):
         ({**FP32, "score_mod": "score_mod:1"}, "flex"),
         ({**FP32, "score_mod": "score_mod:1", "kind": "varlen"}, "reference"),
         ({"grads": ("alibi_slopes",), "alibi_slopes": True}, "reference"),
-        ({"grads": ("q", "k", "v"), "dropout": True}, "reference"),
+        ({"grads": ("q", "k", "v"), "dropout": True, "dropout_start": True}, "reference"),
+        ({"dropout": True, "dropout_start": True}, "reference"),
     ],
     ids=str,
 )

@@ -73,6 +73,11 @@ class Tile(NamedTuple):
         d, dv = (next(n for n in _DIMS if dim <= n) for dim in (head_dim, head_dim_v))
         return (("head_dim", d), ("head_dim_v", dv), *((n, getattr(self, n)) for n in _TILE_NAMES))
 
+    def dropping(self) -> Tile:
+        """For calls with dropout: keys in multiples of 64, those of one evaluation of its numbers."""
+        whole = self.tile_n // 64 * 64
+        return self if whole == self.tile_n else self._replace(tile_n=whole, reason="")
+
 
 _TILE_NAMES = ("tile_n", "num_warpgroups", "num_stages", "keep_q", "q_stages")
 TILES = (
@@ -131,7 +136,7 @@ def rows(head_dim: int, head_dim_v: int, narrow: bool = False) -> list[Tile]:
 def tile(problem: Problem, size: SizeBucket) -> Tile:
     """The configuration for a call."""
     p = problem
-    plain = not (p.softcap or p.score_mod or p.alibi_slopes or p.attn_mask or p.mask_mod)
+    plain = not (p.softcap or p.score_mod or p.alibi_slopes or p.attn_mask or p.mask_mod or p.dropout)
     whole = plain and not problem.window and problem.kind == "attention"  # what the rows were measured on
     length = min(size.seqlen_q, size.seqlen_k)
 
@@ -140,7 +145,8 @@ def tile(problem: Problem, size: SizeBucket) -> Tile:
         return not row.plain or (whole and least is not None and length >= least)
 
     narrow = problem.dtype.startswith("fp8")
-    return next(row for row in rows(problem.head_dim, problem.head_dim_v, narrow) if serves(row))
+    found = next(row for row in rows(problem.head_dim, problem.head_dim_v, narrow) if serves(row))
+    return found.dropping() if problem.dropout else found
 
 
 def _is_plain(switches: Fields) -> bool:
@@ -150,7 +156,7 @@ def _is_plain(switches: Fields) -> bool:
 def _fields(element: tuple[str, str], sizes: Fields, paged: bool, switches: Fields) -> Fields:
     """An image's configuration. Where a score is more than a product its lanes need registers: Q stays in shared memory
     then, unless it is small."""
-    if not _is_plain(switches) and dict(sizes)["head_dim"] != 64:
+    if not _is_plain(tuple(s for s in switches if s[0] != "dropout")) and dict(sizes)["head_dim"] != 64:
         sizes = tuple((name, False if name == "keep_q" else value) for name, value in sizes)
     return (element, *sizes, ("paged", paged), *switches)
 
@@ -239,7 +245,8 @@ def _images(arch: str) -> Iterator[ImageSpec]:
                     # The scale's sign is not part of a problem: every row must serve both.
                     plain = not paged and _is_plain(tuple(c for c in chosen if c[0] != "any_scale"))
                     if plain or not row.plain:
-                        yield ImageSpec(_ENTRY, _fields(("element", name), row.sizes(d, dv), paged, chosen), arch)
+                        sizes = (row.dropping() if forward_call.drops(chosen) else row).sizes(d, dv)
+                        yield ImageSpec(_ENTRY, _fields(("element", name), sizes, paged, chosen), arch)
     yield from decode_call.NVIDIA.narrow_images(_ARCH)  # jit.choose takes them before PTX, which widens by other means
 
 

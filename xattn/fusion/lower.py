@@ -6,6 +6,10 @@ become arguments, so that new ones give the same source; those written in its co
 as a division by a known number is a multiplication. Whole numbers are s32 where the ranges of indices show that they
 fit, otherwise s64.
 
+A score_mod or mask_mod is asked for one score after the other. What depends on neither the score nor its query and
+key is computed once for a head, and where an index becomes a float, so do sums of indices: the kernels have the indices
+of a block as floats, at less than a conversion each.
+
 An epilogue is asked for a run of N channels of a row. What does not depend on the output or its channel is computed
 once for all of them, and captured tensors that are indexed by the channel as it is are read in one piece.
 """
@@ -19,10 +23,12 @@ from typing import Any
 
 import torch
 
-from ..inputs import Lowered
+from ..inputs import FARTHEST, Lowered
 
 COORDINATES = ("b", "h", "q_idx", "kv_idx")
 _OF_OUTPUT = ("b", "h", "q_idx", "d")
+# What a function is asked about one after the other; the rest of what it is given stays meanwhile.
+_VARYING = {"score_mod": ("score", "q_idx", "kv_idx"), "mask_mod": ("q_idx", "kv_idx"), "epilogue": ("o", "d")}
 ELEMENTS = {
     torch.float64: "double",
     torch.float32: "float",
@@ -35,7 +41,9 @@ ELEMENTS = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
-_FAR = (1 << 30) - 1  # indices and numbers that are taken for small are not farther from 0
+_FAR = (1 << 30) - 1  # numbers that are taken for small are not farther from 0
+_EXACT = 1 << 24
+_MOST_REAL = 100  # characters of a sum of indices as floats
 S32, S64 = (-(1 << 31), (1 << 31) - 1), (-(1 << 63), (1 << 63) - 1)
 _MOST_BYTES = 1024  # of arguments
 _DECLARED = re.compile(r"const (\w+) (\w+) =")
@@ -62,13 +70,14 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class Value:
     """A name or literal of C++. ``range``: of whole numbers. ``of_score``: whether it depends on the score; in an
-    epilogue, on the output or its channel."""
+    epilogue, on the output or its channel. ``real``: the same number as an expression of floats, exactly."""
 
     code: str
     type: str  # bool, s32, s64, float, double
     dtype: torch.dtype
     range: tuple[int, int] = (0, 0)
     of_score: bool = False
+    real: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,9 @@ class Lowering:
     def __init__(self, role: str, literals: frozenset[int]):
         self.role, self.literals = role, literals
         self.lines: list[tuple[str, bool]] = []  # and whether it is one of each element's
+        self.varying: set[torch.fx.Node] = set()  # which differ from element to element
+        self.each = False  # whether what is being lowered does
+        self.reads_each = False  # whether captured tensors are read for each element
         self.runs: list[tuple[int, int]] = []  # (which of the tables, its dimension) that are read in one piece
         self.held: list[str] = []  # what declares them
         self.numbers: list[tuple[str, int | float]] = []  # (type, value)
@@ -99,6 +111,9 @@ class Lowering:
         arguments = [n for n in graph.graph.nodes if n.op == "placeholder"]
         lead = {"score_mod": ["score"], "mask_mod": [], "epilogue": ["o"]}[self.role]
         at = _OF_OUTPUT if self.role == "epilogue" else COORDINATES
+        self.varying = _depending(
+            {n for n, name in zip(arguments, (*lead, *at), strict=False) if name in _VARYING[self.role]}, graph
+        )
         for node, name in zip(arguments, (*lead, *at), strict=False):
             dtype = node.meta["val"].dtype
             if name in lead:
@@ -106,8 +121,9 @@ class Lowering:
                     raise Refused(f"{'an output' if name == 'o' else 'a score'} of {name_of(dtype)}", node.name)
                 self.values[node] = Value(name, "float", dtype, of_score=True)
             else:
-                low = -_FAR if name == "q_idx" else 0
-                self.values[node] = Value(name, "s32", dtype, (low, _FAR), of_score=name == "d")
+                low = -FARTHEST if name == "q_idx" else 0
+                real = name.replace("idx", "real") if self.role != "epilogue" and name.endswith("idx") else ""
+                self.values[node] = Value(name, "s32", dtype, (low, FARTHEST), of_score=name == "d", real=real)
         for n, node in enumerate(arguments[len(lead) + 4 :]):
             t = node.meta["val"]
             self.values[node] = View(n, t.dtype, tuple(range(t.dim())))
@@ -119,6 +135,7 @@ class Lowering:
                 break
             if node.op != "call_function":
                 raise Refused(str(node.target), node.name)
+            self.each = node in self.varying
             try:
                 self.values[node] = self._node(node)
             except Refused as refused:
@@ -130,31 +147,54 @@ class Lowering:
         if self.role == "epilogue":
             source = self._of_a_run(result)
         else:
-            score = "" if self.role == "mask_mod" else "float score, "
-            at = ", ".join(f"s32 {name}" for name in COORDINATES)
-            given = f"const Captured& c, {score}{at}, bool& found"
-            head = f"template <class A>\nXATTN_DEVICE static {kind} {self.role}({given}) {{"
-            source = "\n".join([head, *(f"    {line}" for line, _ in self.lines), f"    return {result};", "}"])
+            source = self._of_a_score(kind, result)
         tables, forms, runs = tuple(self.tables), tuple(self.tables.values()), tuple(dict.fromkeys(self.runs))
-        found = Lowered(self.role, source, tables, forms, tuple(self.numbers), runs)
+        found = Lowered(self.role, source, tables, forms, tuple(self.numbers), runs, self.reads_each)
         if found.bytes > _MOST_BYTES:
             raise Refused(f"{found.bytes} bytes of captured tensors and numbers, more than {_MOST_BYTES},")
         return found
+
+    def _of_a_score(self, kind: str, result: str) -> str:
+        """What is computed once for a head, and for each of its scores."""
+        name, score = ("MaskMod", "") if self.role == "mask_mod" else ("ScoreMod", "float score, ")
+        at = ", ".join([*(f"s32 {name}" for name in COORDINATES), "float q_real", "float kv_real"])
+        members, once = self._once()
+        return "\n".join(
+            [
+                "template <class A>",
+                f"struct {name} {{",
+                "    bool found = true;",
+                *members,
+                "    XATTN_DEVICE void load(const Captured& c, s32 b, s32 h) {",
+                *once,
+                "    }",
+                f"    XATTN_DEVICE {kind} at(const Captured& c, {score}{at}, bool& found) const {{",
+                *(f"        {line}" for line, each in self.lines if each),
+                f"        return {result};",
+                "    }",
+                "};",
+            ]
+        )
+
+    def _once(self) -> tuple[list[str], list[str]]:
+        """What is computed once: members that hold it, and the lines that do."""
+        lines = [line for line, each in self.lines if not each]
+        members = [f"    {found[1]} {found[2]};" for line in lines if (found := _DECLARED.match(line))]
+        return members, ["        " + _DECLARED.sub(r"\2 =", line) for line in lines]
 
     def _of_a_run(self, result: str) -> str:
         """An epilogue of channels ``first``, ``first`` + 1 ... of a row: what is read ahead and computed once for all
         of them, and what ``x`` becomes."""
         at = "s32 b, s32 h, s32 q_idx, s32 first, bool& found"
-        members = [found for line, each in self.lines if not each and (found := _DECLARED.match(line))]
-        once = [_DECLARED.sub(r"\2 =", line) for line, each in self.lines if not each]
+        members, once = self._once()
         return "\n".join(
             [
                 "template <class A, int N>",
                 "struct Epilogue {",
-                *(f"    {found[1]} {found[2]};" for found in members),
+                *members,
                 *(f"    {line}" for line in self.held),
                 f"    XATTN_DEVICE void load(const Captured& c, {at}) {{",
-                *(f"        {line}" for line in once),
+                *once,
                 "    }",
                 f"    XATTN_DEVICE void apply(const Captured& c, float (&x)[N], {at}) const {{",
                 "        XATTN_UNROLL",
@@ -177,7 +217,9 @@ class Lowering:
             if isinstance(value, View):
                 if value.left:
                     raise Refused("a whole captured tensor, or a row of one, as a value", arg.name)
+                outer, self.each = self.each, arg in self.varying
                 value = self.values[arg] = self._load(value)
+                self.each = outer
             return value
         if isinstance(arg, (bool, int, float)):
             return arg
@@ -194,6 +236,7 @@ class Lowering:
             varying = [dim for dim in sorted(picked) if picked[dim].of_score]
             if len(varying) == 1 and picked[varying[0]].code == "d":
                 return self._run(view, slot, varying[0])
+        self.reads_each |= self.each
         index = "".join(f", {picked[d].code}" for d in sorted(picked))
         code = f"user::at<A>(c.{self.role}_t{slot}, found{index})"
         return self.keep(Value(code, type_of(view.dtype), view.dtype, range_of(view.dtype), of_score))
@@ -208,13 +251,20 @@ class Lowering:
         kind = type_of(view.dtype)
         return self.keep(Value(f"{name}.at(i)", kind, view.dtype, range_of(view.dtype), of_score=True))
 
+    def once(self, value: Value) -> Value:
+        """A name for the value of an expression that does not differ from element to element."""
+        outer, self.each = self.each, False
+        value = self.keep(value)
+        self.each = outer
+        return value
+
     def keep(self, value: Value) -> Value:
         """A name for the value of an expression."""
         name = f"x{len(self.lines)}"
         code = value.code
         bare = code[1:-1]  # without parentheses around all of it
         whole = code.startswith("(") and bare.count("(") == bare.count(")") and bare.find(")") >= bare.find("(")
-        self.lines.append((f"const {value.type} {name} = {bare if whole else code};", value.of_score))
+        self.lines.append((f"const {value.type} {name} = {bare if whole else code};", self.each))
         return replace(value, code=name)
 
     def _number(self, x: int | float | bool, kind: str) -> Value:
@@ -230,7 +280,8 @@ class Lowering:
             raise Refused(f"the number {x}, which no int64 holds,")
         if x in self.literals:
             wide = not S32[0] < x <= S32[1]
-            return Value(f"s64({x}ll)" if wide else f"{x}", "s64" if wide else "s32", torch.int64, (x, x))
+            real = f"{x}.0f" if abs(x) <= _EXACT else ""
+            return Value(f"s64({x}ll)" if wide else f"{x}", "s64" if wide else "s32", torch.int64, (x, x), real=real)
         wide = abs(x) > _FAR
         kind = "s64" if wide else "s32"
         return Value(self._argument(kind, x), kind, torch.int64, S64 if wide else (-_FAR, _FAR))
@@ -251,6 +302,8 @@ class Lowering:
             return replace(x, code=f"user::whole({x.code})", type="s64", range=S64)
         if x.type == kind:
             return x
+        if kind == "float" and x.real and -_EXACT <= x.range[0] and x.range[1] <= _EXACT:
+            return replace(x, code=x.real, type=kind, real="")
         code = f"({x.code} != 0)" if kind == "bool" else f"{kind}({x.code})"
         return replace(x, code=code, type=kind)
 
@@ -365,7 +418,9 @@ class Lowering:
         else:
             code = f"s64(u64({a.code}) {op} u64({b.code}))"
             low, high = S64
-        return self.wrapped(Value(f"({code})", kind, dtype, (low, high), of_score), dtype)
+        real = f"({a.real} {op} {b.real})" if a.real and b.real and op in "+-" else ""
+        real = real if len(real) <= _MOST_REAL else ""
+        return self.wrapped(Value(f"({code})", kind, dtype, (low, high), of_score, real), dtype)
 
     def binary(self, op: str, dtype: torch.dtype, a: Any, b: Any) -> Value:
         """a op b in ``dtype``: + - *."""
@@ -432,6 +487,15 @@ def _live(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
         if node.op == "output" or node in needed:
             needed |= {node, *node.all_input_nodes}
     return [node for node in graph.graph.nodes if node in needed]
+
+
+def _depending(on: set[torch.fx.Node], graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Nodes and those that depend on them."""
+    found = set(on)
+    for node in graph.graph.nodes:
+        if found.intersection(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 Rule = Callable[[Lowering, str, torch.dtype, Any], Value]

@@ -52,6 +52,9 @@ def _division(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
         if mode is not None:
             raise Refused(f"{name} of float64")
         return w.floating(f"({x.code} / {y.code})", dtype, x, y)
+    if x.of_score and node.args[1] not in w.varying and mode is None:  # one quotient for all
+        inverse = w.once(Value(f"A::exact_quotient(1.0f, {y.code})", "float", dtype))
+        return w.floating(f"({x.code} * {inverse.code})", dtype, x)
     of_score = x.of_score or y.of_score
     exact = f"A::{'divide' if of_score else 'exact_quotient'}({x.code}, {y.code})"
     code = {
@@ -242,13 +245,14 @@ def _unary(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
         if name.startswith("abs") and x.type == "float":
             code = f"fabsf({x.code})"
         return Value(code, x.type, dtype, of_score=x.of_score)
-    minus = w.whole("-", dtype, Value("0", "s32", dtype), x)
+    minus = w.whole("-", dtype, Value("0", "s32", dtype, real="0.0f"), x)
     if name.startswith("neg"):
         return minus
     most = max(map(abs, x.range))
     wide = "s32" if x.type == minus.type == "s32" else "s64"
     code = f"({x.code} < 0 ? {w.cast(minus, wide).code} : {w.cast(x, wide).code})"
-    return Value(code, wide, dtype, (0, min(most, S64[1])), x.of_score)
+    real = f"fabsf({x.real})" if x.real else ""
+    return Value(code, wide, dtype, (0, min(most, S64[1])), x.of_score, real)
 
 
 # Exact, and of numbers that come of a score, which are rounded anyway: fast.

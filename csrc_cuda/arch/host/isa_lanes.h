@@ -6,13 +6,6 @@
 #include "arch/host/floats.h"
 #include "kernels/fp8.h"
 
-// Of <math.h>, which in C++ is long to parse, what kernels and users' functions call.
-extern "C" {
-float fabsf(float), floorf(float), ceilf(float), truncf(float), rintf(float), sqrtf(float);
-float expf(float), logf(float), log2f(float), log10f(float), sinf(float), cosf(float);
-float fmodf(float, float), powf(float, float);
-}
-
 namespace xattn {
 
 template <int kLanes>
@@ -37,12 +30,14 @@ struct IsaHostLanes {
     static float shuffle_xor(float x, int mask) { return exchange(x, thread_index() % kLanes ^ mask); }
     static s32 shuffle(s32 x, int lane) { return exchange(x, lane); }
     static s32 fresh(s32 x) { return x; }
+    static u32 fresh_uniform(u32 x) { return x; }
 
     static float infinity() { return __builtin_inff(); }
     static float max(float a, float b) { return __builtin_fmaxf(a, b); }
     static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
     static float product(float a, float b) { return a * b; }
     static float divide(float a, float b) { return a / b; }
+    static float reciprocal(float x) { return 1.0f / x; }
     static float exact_quotient(float a, float b) { return a / b; }
     static float exp2(float x) { return __builtin_exp2f(x); }
     static float log2(float x) { return __builtin_log2f(x); }
@@ -70,6 +65,7 @@ struct IsaHostLanes {
     static void widen(Element, Cache, u32 word, u32 (&x)[2]) {
         widen_in_software<IsaHostLanes, Element, Cache>(word, x);
     }
+    static void store_shared8(u32 at, u32 x) { *Block::current->at(at, 1) = static_cast<unsigned char>(x); }
     static u32 rounded_pair(float low, float high) { return rounded_pair_in_software<IsaHostLanes>(low, high); }
     static void store_shared(u32 at, float x) { memcpy(Block::current->at(at, 4), &x, 4); }
     static float load_shared_float(u32 at) {

@@ -23,6 +23,7 @@ struct IsaSm80 {
         asm volatile("" : "+r"(x));
         return x;
     }
+    XATTN_DEVICE static u32 fresh_uniform(u32 x) { return u32(fresh(s32(x))); }
 
     // ---- arithmetic
     XATTN_DEVICE static float infinity() { return __int_as_float(0x7f800000); }
@@ -30,6 +31,11 @@ struct IsaSm80 {
     XATTN_DEVICE static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
     XATTN_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
     XATTN_DEVICE static float divide(float a, float b) { return __fdividef(a, b); }
+    XATTN_DEVICE static float reciprocal(float x) {
+        float y;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
     XATTN_DEVICE static float exact_quotient(float a, float b) { return __fdiv_rn(a, b); }
     XATTN_DEVICE static float exp2(float x) {
         float y;
@@ -118,6 +124,9 @@ struct IsaSm80 {
     }
     XATTN_DEVICE static void store_shared(u32 at, u32 x) {
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+    }
+    XATTN_DEVICE static void store_shared8(u32 at, u32 x) {
+        asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(x) : "memory");
     }
     XATTN_DEVICE static void store_shared(u32 at, const Chunk& c) {
         asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(c.word[0]), "r"(c.word[1]),

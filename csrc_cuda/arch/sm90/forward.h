@@ -62,7 +62,7 @@ struct Sm90Forward {
     static constexpr bool kPaged = Config::paged, kKeepQ = Config::keep_q;
     static constexpr int kWidth = sizeof(Element);
     static constexpr bool kNarrow = kWidth == 1;
-    static constexpr int kLoaders = Config::paged ? 2 : 1, kTransposers = kNarrow ? 2 : 0;  // warps
+    static constexpr int kTransposers = kNarrow ? 2 : 0;  // warps
     static constexpr int kPanels = (kDim * kWidth + 127) / 128, kPanelsV = (kDimV * kWidth + 127) / 128,
                          kPanelsOut = (kDimV + 63) / 64;
     static constexpr int kKeyGroups = kTileN / 16, kDimGroups = kDimV / 16;
@@ -120,13 +120,22 @@ struct Sm90Forward {
         static constexpr u32 kFirst = 2 * kWorks + 2 * kQueries, kLanded = kFirst + 4 * kStages;
     };
 
+    // Rows of a block of V become 0 from `valid` on; `thread` of `threads` that share this.
+    XATTN_DEVICE static void clear_rows(u32 block, s32 valid, int thread, int threads) {
+        for (int panel = 0; panel < kPanelsV; ++panel, block += kPanelK)
+#pragma unroll 1
+            for (u32 at = valid * 128 + thread * 16; at < kPanelK; at += threads * 16)
+                IsaSm80::store_shared(block + at, Chunk{});
+    }
+
     XATTN_DEVICE static void run(const Params& params, u32 shared) {
         const Buffers buffers{shared};
         const int thread = Arch::thread_index();
         const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+        const u32 loaders = Loader<Sm90Forward>::warps(params);
         if (thread == 0) {
             for (u32 s = 0; s < kWorks; ++s)
-                buffers.work_full(s).init(1), buffers.work_empty(s).init(4 * kConsumers + kLoaders + kTransposers);
+                buffers.work_full(s).init(1), buffers.work_empty(s).init(4 * kConsumers + loaders + kTransposers);
             for (u32 s = 0; s < kQueries; ++s) buffers.q_full(s).init(1), buffers.q_empty(s).init(4 * kConsumers);
             for (u32 s = 0; s < kStages; ++s) {
                 buffers.k_full(s).init(1), buffers.k_empty(s).init(4 * kConsumers);
@@ -142,14 +151,16 @@ struct Sm90Forward {
                 using Finder = TileFinder<Out, kTileM, kTileN, kWorks, kNarrow, kPaged>;
                 Finder{params.p, buffers.work(0), buffers.work_full(0).address, params.tiles, params.queue, thread}
                     .run();
-            } else if (Config::paged && warp == 1) {
-                Loader<Sm90Forward>(params, buffers, thread % 32).template run_paged<false>();
+            } else if (warp == 1 && (Config::paged || elected())) {
+                Loader<Sm90Forward> loader(params, buffers, thread % 32);
+                if (loaders == 1)
+                    loader.run();
+                else
+                    loader.template run_part<false>();
             } else if (Config::paged && warp == 2) {
-                Loader<Sm90Forward>(params, buffers, thread % 32).template run_paged<true>();
-            } else if (!Config::paged && warp == 1 && elected()) {
-                Loader<Sm90Forward>(params, buffers, thread % 32).run();
-            } else if (kNarrow && warp >= 2) {
-                Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
+                if (loaders == 2) Loader<Sm90Forward>(params, buffers, thread % 32).template run_part<true>();
+            } else if (warp >= 2) {
+                if constexpr (kNarrow) Transposer<Sm90Forward>{params.p, buffers, warp - 2, thread % 32}.run();
             }
         } else {
             take_registers<kRegisters>();
@@ -187,9 +198,12 @@ struct Sm90Forward {
         Soft soft;
         float
             tile_scale;  // of the scores of the tile whose softmax is under way: all scales in one, or those of q and k
+        Dropout dropout;  // where there is any
 
         XATTN_DEVICE Consumer(const ForwardParams& params, const Buffers& b, int warpgroup)
-            : p(params), buffers(b), group(warpgroup) {}
+            : p(params), buffers(b), group(warpgroup) {
+            if constexpr (Config::dropout) dropout = Dropout::of(p);
+        }
 
         XATTN_DEVICE void run() {
             Span w;
@@ -346,12 +360,7 @@ struct Sm90Forward {
             if (n != keys.n_last) return;
             const s32 valid = min_of(keys.seqlen_k - keys.n_last * kTileN, kTileN);
             if (valid == kTileN) return;
-            const u32 from = buffers.v(v().stage());
-            for (int c = thread(); c < (kTileN - valid) * 8 * kPanelsV; c += 128) {
-                const int panel = c / ((kTileN - valid) * 8), rest = c % ((kTileN - valid) * 8);
-                const u32 at = from + panel * kPanelK + valid * 128 + rest * 16;
-                asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
-            }
+            clear_rows(buffers.v(v().stage()), valid, thread(), 128);
             fence_async_proxy();
             named_barrier_sync(1 + kConsumers + group, 128);
         }
@@ -484,7 +493,17 @@ struct Sm90Forward {
             }
             XATTN_UNROLL
             for (int r = 0; r < 2; ++r) soft.row_sum[r] += part[r][0] + part[r][1];
+            if constexpr (Config::dropout) drop(span, n);
             return moved;
+        }
+        // The sums hold the weights that are dropped.
+        XATTN_DEVICE void drop(const Span& span, s32 n) {
+            const u32 at = buffers.work(span.slot);
+            const Work::Rows rows = Work::Rows::at(at);
+            const int lane = this->lane();
+            const s32 row = first_row(rows) + Arch::row_of(lane, 0) + (Config::paged ? Work::Keys::at(at).shift : 0);
+            const Dropout::Row both[2] = {{row, rows.head}, {row + 8, rows.head}};
+            dropout.template drop<Arch>(acc_s, both, rows.sequence, n * kTileN, lane);
         }
         // What has the scale of plain scores.
         XATTN_DEVICE decltype(auto) scale() const {
@@ -530,6 +549,7 @@ struct Sm90Forward {
                     S::add_sink(p.sinks[rows.head], base, sum, inverse.x[r]);
                 else
                     inverse.x[r] = sum == 0.0f ? 0.0f : Arch::divide(1.0f, sum);
+                if constexpr (Config::dropout) inverse.x[r] *= p.dropout_scale;
                 if (p.lse && row < rows.rows && Arch::first_of_row(lane))
                     Place(p, rows, Work::Start::at(at)).lse[row] = S::lse(base, sum);
                 if (kNarrow) inverse.x[r] *= Work::Factors::at(at).values;

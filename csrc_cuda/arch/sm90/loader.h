@@ -1,5 +1,5 @@
-// The loader of the Hopper forward: tensors by one lane, of a paged cache all lanes of two warps, each for a piece of a
-// block that lies in one page. Who waits for whom: forward.h.
+// The loader of the Hopper forward: tensors by one lane, of a paged cache all lanes of a warp or two, each for a piece
+// of a block that lies in one page. Who waits for whom: forward.h.
 #pragma once
 
 #include "arch/sm90/tiles.h"
@@ -35,32 +35,40 @@ struct Loader {
         s32 page, slot;
     };
 
+    // Warps that load.
+    XATTN_DEVICE static u32 warps(const typename Forward::Params& params) {
+        return kPaged && params.piece < kTileN / 2 ? 2 : 1;
+    }
     XATTN_DEVICE Loader(const typename Forward::Params& ps, const typename Forward::Buffers& b, int lane_)
         : params(ps), buffers(b), lane(lane_) {}
 
-    // Of tensors: one lane loads all.
+    // Loads all there is: of tensors one lane, of a paged cache a warp.
     XATTN_DEVICE void run() {
-        tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
-        // Of the tile before, the block whose V is loaded behind the first K of this one.
+        if (leads()) tma_prefetch(&params.q), tma_prefetch(&params.k), tma_prefetch(&params.v);
+        // The block whose V is loaded behind the next K, be it another tile's.
         Keys keys_before;
+        Piece piece_before;
         s32 pending = -1;
         for (Tile tile; next(tile);) {
             const Keys& keys = tile.keys;
+            Piece piece = find(keys, tile.n_last);
             // A single Q that is read to the end is free too late for V to wait behind it.
             constexpr bool v_first = kQueries == 1 && !Forward::kKeepQ;
-            if (v_first && pending >= 0) load_v(keys_before, pending, {});
+            if (v_first && pending >= 0) load_v(keys_before, pending, piece_before), pending = -1;
             load_q(tile);
-            load_k(keys, tile.n_last, {});
-            if (!v_first && pending >= 0) load_v(keys_before, pending, {});
-            for (s32 n = tile.n_last - 1; n >= tile.n_first; --n) load_k(keys, n, {}), load_v(keys, n + 1, {});
-            keys_before = keys, pending = tile.n_first;
+            for (s32 n = tile.n_last; n >= tile.n_first; --n) {
+                const Piece ahead = find(keys, max_of(n - 1, tile.n_first));
+                load_k(keys, n, piece);
+                if (pending >= 0) load_v(keys_before, pending, piece_before);
+                keys_before = keys, pending = n, piece_before = piece, piece = ahead;
+            }
             release();
         }
-        if (pending >= 0) load_v(keys_before, pending, {});
+        if (pending >= 0) load_v(keys_before, pending, piece_before);
     }
-    // Of a paged cache: a warp loads Q and K, another V, as a box for every page takes a warp's time.
+    // Of a paged cache of small pages: a warp loads Q and K, another V, as a box for every page takes a warp's time.
     template <bool values>
-    XATTN_DEVICE void run_paged() {
+    XATTN_DEVICE void run_part() {
         if (leads()) tma_prefetch(&params.q), tma_prefetch(values ? &params.v : &params.k);
         for (Tile tile; next(tile);) {
             Piece piece = find(tile.keys, tile.n_last);

@@ -18,7 +18,7 @@ template <class Forward>
 struct Transposer {
     static constexpr int kTileN = Forward::kTileN, kDimV = Forward::kDimV, kStages = Forward::kStages;
     static constexpr int kWarps = Forward::kTransposers;
-    static constexpr int kAtOnce = Forward::kConsumers == 3 ? 1 : 2;  // as registers allow
+    static constexpr int kAtOnce = 2;  // as registers allow
 
     const ForwardParams& p;
     const typename Forward::Buffers buffers;
@@ -42,10 +42,11 @@ struct Transposer {
                 // Keys behind the last one may hold anything, where TMA does not know where a sequence ends; a weight
                 // of 0 does not silence a NaN.
                 const s32 valid = keys.seqlen_k - n * kTileN;
-                if (XATTN_RARELY((p.seqused_k || p.cu_seqlens_k) && valid < kTileN))
-                    turn<true>(buffers.landed(landed.stage()), buffers.v(turned.stage()), valid);
-                else
-                    turn<false>(buffers.landed(landed.stage()), buffers.v(turned.stage()), valid);
+                if (XATTN_RARELY((p.seqused_k || p.cu_seqlens_k) && valid < kTileN)) {
+                    Forward::clear_rows(buffers.landed(landed.stage()), max_of(valid, 0), lane, 32);
+                    __syncwarp();
+                }
+                turn(buffers.landed(landed.stage()), buffers.v(turned.stage()));
                 fence_async_proxy();
                 __syncwarp();
                 if (elected()) buffers.landed_empty(landed.stage()).arrive(), buffers.v_full(turned.stage()).arrive();
@@ -55,30 +56,37 @@ struct Transposer {
     }
 
   private:
-    // 16 keys and 32 channels at a time; the keys from `valid` on become 0 where `clears`.
-    template <bool clears>
-    XATTN_DEVICE void turn(u32 from, u32 to, s32 valid) const {
-        const u32 source = from + (lane & 15) * 128, target = to + lane * 128;
+    // 16 keys and 32 channels at a time, every second 16 keys. kAtOnce are read before they are written, as each of the
+    // two takes its time.
+    XATTN_DEVICE void turn(u32 from, u32 to) const {
+        constexpr int kGroups = kTileN / 16 / kWarps;
+        u32 write = to + lane * 128 + (warp ^ (lane & 7)) * 16;
 #pragma unroll 1
         for (int c = 0; c < kDimV / 32; ++c) {
-            const u32 read = source + c / 4 * Forward::kPanelK + (u32((2 * c + (lane >> 4)) & 7) ^ u32(lane & 7)) * 16;
-#pragma unroll kAtOnce
-            for (int k = 0; k < kTileN / 16 / kWarps; ++k) {
-                const int group = kWarps * k + warp;
-                u32 x[4];
-                IsaSm80::ldmatrix_trans(x, read + group * 16 * 128);
-                u32 y[4] = {__byte_perm(x[0], x[1], 0x6420), __byte_perm(x[0], x[1], 0x7531),
-                            __byte_perm(x[2], x[3], 0x6420), __byte_perm(x[2], x[3], 0x7531)};
-                if (clears) {
-                    const s32 left = valid - 16 * group - 2 * (lane & 3);  // of this lane's 0, 1, 8 and 9
-                    const u32 kept = (left > 0 ? 0xffu : 0) | (left > 1 ? 0xff00u : 0) | (left > 8 ? 0xff0000u : 0) |
-                                     (left > 9 ? 0xff000000u : 0);
-                    XATTN_UNROLL
-                    for (int i = 0; i < 4; ++i) y[i] &= kept;
+            const u32 read = from + warp * 16 * 128 + (lane & 15) * 128 + c / 4 * Forward::kPanelK +
+                             (u32((2 * c + (lane >> 4)) & 7) ^ u32(lane & 7)) * 16;
+            XATTN_UNROLL
+            for (int first = 0; first < kGroups; first += kAtOnce) {
+                u32 x[kAtOnce][4];
+                XATTN_UNROLL
+                for (int i = 0; i < kAtOnce && first + i < kGroups; ++i)
+                    IsaSm80::ldmatrix_trans(x[i], read + (first + i) * kWarps * 16 * 128);
+                XATTN_UNROLL
+                for (int i = 0; i < kAtOnce && first + i < kGroups; ++i) {
+                    const int group = kWarps * (first + i);  // and `warp`
+                    arrange(x[i]);
+                    stmatrix((write ^ (group & 7) * 16) + group / 8 * Forward::kPanelT, x[i]);
                 }
-                stmatrix(target + group / 8 * Forward::kPanelT + c * 32 * 128 + (u32(group & 7) ^ u32(lane & 7)) * 16,
-                         y);
             }
+            write += 32 * 128;
+        }
+    }
+    // Two matrices of 16 x 16, in place.
+    XATTN_DEVICE static void arrange(u32 (&x)[4]) {
+        XATTN_UNROLL
+        for (int i = 0; i < 4; i += 2) {
+            const u32 even = __byte_perm(x[i], x[i + 1], 0x6420), odd = __byte_perm(x[i], x[i + 1], 0x7531);
+            x[i] = even, x[i + 1] = odd;
         }
     }
 };

@@ -30,6 +30,11 @@ struct IsaCdna {
         asm volatile("" : "+v"(x));
         return x;
     }
+    XATTN_DEVICE static u32 fresh_uniform(u32 x) {
+        x = u32(__builtin_amdgcn_readfirstlane(s32(x)));
+        asm volatile("" : "+s"(x));
+        return x;
+    }
 
     XATTN_DEVICE static float infinity() { return __builtin_inff(); }
     XATTN_DEVICE static float max(float a, float b) { return __builtin_fmaxf(a, b); }
@@ -38,7 +43,8 @@ struct IsaCdna {
 #pragma clang fp contract(off)
         return a * b;
     }
-    XATTN_DEVICE static float divide(float a, float b) { return a * __builtin_amdgcn_rcpf(b); }
+    XATTN_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+    XATTN_DEVICE static float divide(float a, float b) { return a * reciprocal(b); }
     XATTN_DEVICE static float exact_quotient(float a, float b) { return a / b; }  // clang's default for HIP
     XATTN_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
     XATTN_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
@@ -97,6 +103,7 @@ struct IsaCdna {
         const u64 both = *local<u64>(at);
         x[0] = u32(both), x[1] = u32(both >> 32);
     }
+    XATTN_DEVICE static void store_shared8(u32 at, u32 x) { *local<u8>(at) = u8(x); }
     XATTN_DEVICE static u32 load_shared8(u32 at) { return *local<u8>(at); }
     XATTN_DEVICE static u32 load_shared16(u32 at) { return *local<u16>(at); }
     XATTN_DEVICE static u32 load_shared32(u32 at) { return *local<u32>(at); }

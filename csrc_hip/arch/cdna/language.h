@@ -10,6 +10,7 @@
 #define __launch_bounds__(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
 
 __device__ __forceinline__ float fabsf(float x) { return __builtin_fabsf(x); }
+__device__ __forceinline__ float copysignf(float x, float y) { return __builtin_copysignf(x, y); }
 __device__ __forceinline__ float floorf(float x) { return __builtin_floorf(x); }
 __device__ __forceinline__ float ceilf(float x) { return __builtin_ceilf(x); }
 __device__ __forceinline__ float truncf(float x) { return __builtin_truncf(x); }
