@@ -166,15 +166,24 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _held(number: signal.Signals) -> Iterator[None]:
-    """A signal waits until the end."""
+    """A signal waits until the end: for processes that start meanwhile, and for this one, whichever of its threads
+    takes it. Called by the main thread."""
     if not hasattr(signal, "pthread_sigmask"):  # not POSIX
         yield
         return
+    came: list[int] = []
+    handler = signal.getsignal(number)
+    if callable(handler):  # else it is ignored, or ends the process
+        signal.signal(number, lambda number, frame: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if callable(handler):
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(number)
 
 
 def _outcomes(waiting: list[ImageSpec], jobs: int) -> Iterator[tuple[ImageSpec, _Compiled | Exception]]:

@@ -34,6 +34,23 @@ AMD = [cell for cell in GATES if cell[1].startswith("gfx")]
 SHIPPED = [name for name, arch in GATES if arch == "sm_80"]
 
 
+# Instructions that make 16-bit elements of a word of 8-bit floats; none: bits and a product (kernels/fp8.h).
+CONVERSIONS = {
+    **dict.fromkeys(("sm_80", "sm_86", "gfx90a"), ""),
+    **dict.fromkeys(("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"), "F2FP.F16.E4M3"),
+    **dict.fromkeys(("gfx942", "gfx950"), "v_cvt_pk_f32_fp8"),
+}
+
+
+def widened_by_instructions(name: str, s: ImageSpec, used: resources.Resources, lanes: int) -> None:
+    """8-bit floats become elements by instructions where there are any: all keys and values of a block, by pairs."""
+    c = dict(s.config)
+    pairs = int(c["tile_n"]) * (int(c["head_dim"]) + int(c["head_dim_v"])) // (2 * lanes)
+    found = {name: resources.count(used, name) for name in ("F2FP.F16.E4M3", "v_cvt_pk_f32_fp8")}
+    narrow = name.startswith("decode-fp8")
+    assert found == {name: pairs if narrow and name == CONVERSIONS[s.arch] else 0 for name in found}
+
+
 @pytest.mark.parametrize(
     "name, arch, major", [(*cell, 13) for cell in NVIDIA] + [(name, "sm_80", 12) for name in SHIPPED]
 )
@@ -46,6 +63,7 @@ def test_nvidia(name, arch, major):
     assert resources.count(used, "HMMA.16816.F32") == 2 * wanted["products"]
     assert resources.count(used, "LDSM") == wanted["fragments"]
     assert resources.count(used, "LDGSTS") > 0
+    widened_by_instructions(name, s, used, 32)
     # Nothing is in local memory but what ptxas says it spilled: no array that is indexed at run time.
     local = resources.count(used, "LDL") + resources.count(used, "STL")
     assert 4 * local <= used.spilled and (used.stack > 0) == (used.spilled > 0)
@@ -76,6 +94,7 @@ def test_amd(name, arch, amd_compiler):
     products = [n for n in used.instructions if n.startswith("v_mfma_f32_16x16x16")]
     assert len(products) == 1 and products[0].removesuffix("_1k").endswith(element)
     assert used.instructions[products[0]] == wanted["products"]
+    widened_by_instructions(name, s, used, 64)
     # Nothing is in scratch memory; tiles are copied by 16 bytes.
     assert used.stack == 0 and resources.count(used, "scratch_") == 0
     fences = (
@@ -86,29 +105,6 @@ def test_amd(name, arch, amd_compiler):
     assert used.shared == 0 and wanted["shared"] <= ARCHS[arch].shared
 
 
-# Instructions that make 16-bit elements of a word of 8-bit floats; none: bits and a product (kernels/fp8.h).
-CONVERSIONS = {
-    **dict.fromkeys(("sm_80", "sm_86", "gfx90a"), ""),
-    **dict.fromkeys(("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"), "F2FP.F16.E4M3"),
-    **dict.fromkeys(("gfx942", "gfx950"), "v_cvt_pk_f32_fp8"),
-}
-
-
-@pytest.mark.parametrize("arch", CONVERSIONS)
-def test_8_bit_floats_are_widened_by_instructions_where_there_are_any(arch, request):
-    s = spec("decode-fp8 d128", arch)
-    if arch.startswith("gfx"):
-        request.getfixturevalue("amd_compiler")
-        code, kind, _ = resources.amd_compiler().compile(s)
-        used, lanes = resources.of_amd(Image("", arch, kind, "", "", code)), 64
-    else:
-        used, lanes = resources.of_nvidia(nvrtc.library(13).build(s)), 32
-    tile_n = int(dict(s.config)["tile_n"])
-    pairs = tile_n * 2 * 128 // (2 * lanes)  # that a lane has of a block's keys and values
-    found = {name: resources.count(used, name) for name in ("F2FP.F16.E4M3", "v_cvt_pk_f32_fp8")}
-    assert found == {name: pairs if name == CONVERSIONS[arch] else 0 for name in found}
-
-
 def test_every_tile_and_variant_has_a_gate():
     tiles = {f"d{row[0]}" for row in sm80.BODY.tiles}
     for arch in ARCHS:
@@ -116,6 +112,7 @@ def test_every_tile_and_variant_has_a_gate():
         assert arch == "compute_80" or tiles <= names
     variants = {name.partition(" ")[2] for name in SHIPPED if name.startswith("d") and not name.startswith("decode")}
     assert variants == set(VARIANTS)
+    assert {arch for name, arch in GATES if name == "decode-fp8 d128"} == set(CONVERSIONS)
     for kind, known in (("paged", PAGED_VARIANTS), ("decode", PAGED_VARIANTS), ("decode-fp8", FP8_VARIANTS)):
         found = {" ".join(name.split(" ")[2:]) for name in SHIPPED if name.startswith(f"{kind} ")}
         assert found == set(known)

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import xattn
+from xattn import build as build_command
 from xattn import cli, device, jit, shipped
 from xattn.images import Store
 
@@ -122,8 +124,10 @@ def running(place, tmp_path):
     """A build in two processes that has begun to compile, and is the first of a group of its own."""
     at, started = place(), tmp_path / "started"
     (at / "bin" / "clang++-23").write_text(SLOW.format(python=sys.executable, started=str(started)))
-    process = start(at, "--jobs", "2", start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    how = {"start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Who runs tests in the background of a shell has interrupts ignored, and so have the processes that tests start.
+    process = start(at, "--jobs", "2", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **how)
+    deadline = time.monotonic() + 200  # two imports of torch, one after the other, on a loaded machine
     while not started.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert started.exists()
@@ -135,14 +139,40 @@ def running(place, tmp_path):
 def test_nothing_goes_on_when_a_build_is_ended(running):
     """Its processes let go of what they inherited: who reads its output is not kept waiting."""
     running.send_signal(signal.SIGKILL)
-    running.communicate(timeout=30)
+    running.communicate(timeout=200)
     assert running.returncode == -signal.SIGKILL
 
 
 def test_an_interrupt_is_one_line(running):
     os.killpg(running.pid, signal.SIGINT)
-    _, stderr = running.communicate(timeout=30)
+    _, stderr = running.communicate(timeout=200)
     assert (running.returncode, stderr) == (130, "xattn: interrupted\n")
+
+
+@pytest.mark.parametrize("taken_by", ["main", "another"])
+def test_an_interrupt_waits_whichever_thread_takes_it(taken_by):
+    """Libraries have threads of their own: the processes that compile are started whole all the same."""
+    went_on = []
+
+    def take() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with build_command._held(signal.SIGINT):
+                if taken_by == "main":
+                    signal.raise_signal(signal.SIGINT)
+                else:
+                    thread = threading.Thread(target=take)
+                    thread.start()
+                    thread.join()
+                went_on.append(True)
+        assert went_on and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---------------------------------------------------------------- within this process

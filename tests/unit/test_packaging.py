@@ -170,23 +170,27 @@ def test_version_attribute(tmp_path: Path) -> None:
 
 
 def test_import_adds_little_to_torch(tmp_path: Path) -> None:
-    """Of the package as pip lays it down, with bytecode."""
+    """Of the package as pip lays it down, with bytecode: of the processor's time 100 ms, or on a slow or loaded machine
+    a twentieth of what torch itself takes."""
     spec = importlib.util.find_spec("xattn")
     assert spec is not None and spec.origin is not None
     shutil.copytree(Path(spec.origin).parent, tmp_path / "xattn", ignore=shutil.ignore_patterns("__pycache__"))
     assert compileall.compile_dir(tmp_path / "xattn", quiet=1)
     code = """
-        import time, torch
-        start = time.perf_counter()
+        import time
+        start = time.process_time()
+        import torch
+        between = time.process_time()
         import xattn
-        print(time.perf_counter() - start)
+        print(between - start, time.process_time() - between)
         """
-    best = float("inf")
-    for _ in range(5):  # the best of several: other processes may hold the cores
-        best = min(best, float(run_python(code, tmp_path, PYTHONPATH=str(tmp_path))))
-        if best <= 0.1:
+    tried = []
+    for _ in range(5):  # the best of several
+        torch_alone, added = map(float, run_python(code, tmp_path, PYTHONPATH=str(tmp_path)).split())
+        if added <= max(0.1, torch_alone / 20):
             return
-    raise AssertionError(f"import xattn takes {best * 1000:.0f} ms beyond torch's own import; allowed: 100 ms")
+        tried.append((torch_alone, added))
+    raise AssertionError(f"import xattn takes more than 100 ms and a twentieth of torch's import: {tried}")
 
 
 def test_import_touches_no_device(tmp_path: Path) -> None:
