@@ -15,7 +15,7 @@ from .capability import Capability, HeadDims, Refusal
 from .device import Device
 from .device import of as device_of
 from .images import ConfigValue, Image, ImageSpec
-from .inputs import FARTHEST, TENSORS, Inputs, dtype_name, is_direct, present
+from .inputs import TENSORS, Inputs, dtype_name, is_direct, present
 from .kernel_call import Call, Output, Shape, slot
 from .launch_params import Divisor, ForwardParams, Operand, Scale
 from .problem import Problem, SizeBucket
@@ -191,10 +191,9 @@ def too_large(
     tiles = size.batch * m_blocks
     if problem.kind == "varlen":
         tiles += max(m_blocks, spare_blocks)
-    most_rows = FARTHEST if problem.score_mod or problem.mask_mod else _MOST_ROWS
     counts = (
-        ("seqlen_q", size.seqlen_q, most_rows),
-        ("seqlen_k", size.seqlen_k, most_rows),
+        ("seqlen_q", size.seqlen_q, _MOST_ROWS),
+        ("seqlen_k", size.seqlen_k, _MOST_ROWS),
         ("rows of a packed q or k", size.rows, _MOST_ROWS),
         ("heads * head_dim", size.num_heads_q * max(problem.head_dim, problem.head_dim_v), _MOST_STRIDE),
         (f"tiles of {tile_m} rows", tiles * size.num_heads_q, most_tiles),

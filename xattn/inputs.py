@@ -83,10 +83,6 @@ TENSORS = {
 }
 
 
-# Of the indices that a user's function is asked about; the sum of two of them is exact in float32.
-FARTHEST = 1 << 23
-
-
 @dataclass(frozen=True)
 class Lowered:
     """A user's function as the source of C++ (fusion/lower.py), and what it is given.

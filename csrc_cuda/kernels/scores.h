@@ -110,7 +110,6 @@ struct Scores {
     XATTN_DEVICE void modify(Accumulator (&s)[kKeyGroups], int group, s32 key0) const {
         if (!kModifies) return;
         u64 missing = lacks_head();  // bit n * kElements + e: the user asked for what a captured tensor has not got
-        const float first_key = float(key0 + Arch::col_of(lane, 0));
         const float scale = this->scale(), cap = p.softcap * (kUnit * kLn2);
         XATTN_UNROLL
         for (int n = 0; n < kKeyGroups; ++n) XATTN_UNROLL
@@ -122,10 +121,9 @@ struct Scores {
             if (!kPlain) x *= scale;
             if (Config::softcap) x = cap * Arch::tanh(x);
             if constexpr (Functions::kScoreMod) {
-                const Element at = element(place, row, key, first_key + float(n * 16 + Arch::col_of(0, e)));
+                const Element at = element(place, row, key);
                 bool found = true;
-                x = loaded(score_mod, at, found)
-                        .at(captured(), x, sequence, at.head, at.q_idx, at.kv_idx, at.q_real, at.kv_real, found);
+                x = loaded(score_mod, at, found).at(captured(), x, sequence, at.head, at.q_idx, at.kv_idx, found);
                 if (kNotes) missing |= u64(found ? 0 : 1) << (n * Arch::kElements + e);
             }
             if (Config::alibi) {
@@ -136,10 +134,9 @@ struct Scores {
             if (Config::attn_mask != Mask::none && row < row_end() && key < visible.seqlen_k)
                 x = attn_mask(x, row, key);
             if constexpr (Functions::kMaskMod) {
-                const Element at = element(place, row, key, first_key + float(n * 16 + Arch::col_of(0, e)));
+                const Element at = element(place, row, key);
                 bool found = true;
-                if (!loaded(mask_mod, at, found)
-                         .at(captured(), sequence, at.head, at.q_idx, at.kv_idx, at.q_real, at.kv_real, found))
+                if (!loaded(mask_mod, at, found).at(captured(), sequence, at.head, at.q_idx, at.kv_idx, found))
                     x = -Arch::infinity();
                 if (kNotes) missing |= u64(found ? 0 : 1) << (n * Arch::kElements + e);
             }
@@ -252,7 +249,6 @@ struct Scores {
     // ---- the user's functions
     struct Element {
         s32 head, q_idx, kv_idx;
-        float q_real, kv_real;  // the same, exactly
     };
     // Whether an element of a captured tensor can be missing for one score and not for all of a head.
     static constexpr bool kNotes = Functions::kReadsEach || (kPackHeads && Functions::kReads);
@@ -284,11 +280,10 @@ struct Scores {
     }
     // What they are asked for; rows and keys of a tile that do not exist are taken for the last that do, so that none
     // but those asks for an element.
-    XATTN_DEVICE Element element(s32 place, s32 row, s32 key, float key_real) const {
+    XATTN_DEVICE Element element(s32 place, s32 row, s32 key) const {
         const s32 query = kNotes ? min_of(row, row_end() - 1) : row;
-        const s32 q_idx = Config::paged ? query + visible.shift : query, last = visible.seqlen_k - 1;
-        return {kPackHeads ? head + place - row * s32(p.gqa_ratio.value) : head, q_idx,
-                kNotes ? min_of(key, last) : key, float(q_idx), kNotes ? min_of(key_real, float(last)) : key_real};
+        return {kPackHeads ? head + place - row * s32(p.gqa_ratio.value) : head,
+                Config::paged ? query + visible.shift : query, kNotes ? min_of(key, visible.seqlen_k - 1) : key};
     }
     XATTN_DEVICE const typename Functions::Params& captured() const {
         return static_cast<const typename Functions::Params&>(p);

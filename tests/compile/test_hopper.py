@@ -55,7 +55,7 @@ def test_plain_of_8_bits(dims, row, major):
     image = nvrtc.library(major).build(wanted)
     used = resources.of_nvidia(image)
     # Where there are three warpgroups the others have 32 registers.
-    assert jit.serialised(image) == "" and used.spilled <= (24 if row.num_warpgroups == 3 else 0)
+    assert jit.serialised(image) == "" and used.spilled <= (40 if row.num_warpgroups == 3 else 0)
     padded = dict(row.sizes(*dims))
     assert resources.count(used, "QGMMA") == 3 * (padded["head_dim"] // 32 + row.tile_n // 32)
     assert resources.count(used, "HGMMA") == 0

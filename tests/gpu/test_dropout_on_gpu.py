@@ -150,7 +150,7 @@ def agree(args: Any, given: dict[str, Any], backend: str, call: Any = xattn.atte
     truth, _ = gradients([*wide, *args[3:]], "reference", call, given, dout)
     largest = max(t.norm().item() for t in truth[1:])
     for got, want in zip(found, truth, strict=True):
-        nearly(got, want, 1.5e-2, largest)
+        nearly(got, want, 1.5e-2, 3 * largest)  # where they cancel, the roundings of others are left
     again, _ = gradients(args, backend, call, given, dout)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 

@@ -199,7 +199,7 @@ FLEX_CASES = {
 def test_flex_agrees_with_the_reference(name):
     kwargs = {n: x.to(CUDA) if isinstance(x, torch.Tensor) else x for n, x in FLEX_CASES[name].items()}
     q, k, v = qkv(grad=True)
-    assert xattn.explain(q, k, v, **kwargs).backend == "flex"
+    assert xattn.explain(q, k, v, backend="flex", **kwargs).backend == "flex"
     results = {}
     for backend in ("flex", "reference"):
         out, lse = xattn.attention(q, k, v, return_lse=True, backend=backend, **kwargs)

@@ -166,7 +166,8 @@ def test_keys_behind_seqused_never_matter(target):
 
 
 @pytest.mark.parametrize("how", ["causal", "window", "mask", "lengths"])
-def test_nan_in_rows_that_see_no_key_never_matters(target, how):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_nan_in_rows_that_see_no_key_never_matters(target, how, sinks):
     """In q, in the gradient of out, and in that of lse."""
     x = qkv(b=1, sq=40, sk=30)
     rows, options = slice(0, 10), {"causal": True}
@@ -176,6 +177,8 @@ def test_nan_in_rows_that_see_no_key_never_matters(target, how):
         options = {"attn_mask": (torch.arange(40) >= 10)[:, None].expand(40, 30)}
     if how == "lengths":
         rows, options = slice(0, 40), {"seqused_k": torch.tensor([0])}
+    if sinks:
+        options["sinks"] = torch.tensor([0.3, -20.0])
     x["q"][:, rows] = math.nan
     seeds = randn(*x["q"].shape, seed=5), torch.ones(1, 2, 40)
     found = []

@@ -265,14 +265,16 @@ def test_a_backend_yields_to_one_that_is_faster():
 
 @pytest.mark.parametrize("arch, native", [("sm_80", "sm80"), ("sm_90", "sm90"), ("gfx942", "cdna")])
 def test_who_answers_gradients(arch, native):
-    """torch's fused backward what it has; native kernels the rest."""
+    """torch's fused backward what it has, but what Hopper's own has; native kernels the rest."""
 
     def chosen(**fields) -> str | None:
         problem = Problem(grads=("q", "k", "v"), **fields)
         return dispatch.plan(problem, SIZE, from_arch(arch)).backend
 
     for plain in ({}, {"causal": True}, {"gqa_ratio": 4}, {"attn_mask": "bool"}):
-        assert chosen(**plain) == "sdpa"
+        own = arch == "sm_90" and "attn_mask" not in plain
+        assert chosen(**plain) == (native if own else "sdpa")
+        assert chosen(**plain, head_dim=256, head_dim_v=256) == "sdpa"
         assert dispatch.plan(Problem(**plain), SIZE, from_arch(arch)).backend == native
         assert dispatch.plan(Problem(grads=("q",), **plain), SIZE, from_arch(arch), backend=native).backend == native
     for other in ("softcap", "alibi_slopes", "sinks", "window", "return_lse", "deterministic", "seqused_k", "dropout"):

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xattn
 from xattn import Epilogue, UnsupportedError, epilogues, fusion
@@ -1342,3 +1344,27 @@ def test_what_vmap_has_no_rule_for_prints_nothing(capfd):
     out = xattn.attention(q, q, q, score_mod=mod)
     torch.testing.assert_close(out, xattn.attention(q, q, q, alibi_slopes=torch.ones(2)))
     assert capfd.readouterr().err == ""
+
+
+class _Indexed(TorchDispatchMode):
+    """Notes which tensors with values are indexed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "index" in str(func) and not isinstance(args[0], FakeTensor) and args[0].device.type != "meta":
+            self.found.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("role", ["score_mod", "epilogue"])
+def test_what_a_function_holds_is_not_read_while_it_is_traced(role):
+    """A GPU does not survive an index out of range, which may be one that is never asked for."""
+    held, starts = randn(3), torch.tensor([-9, -9])
+    with _Indexed() as indexed:
+        held[torch.tensor([1])]
+        assert len(indexed.found) == 1
+        fusion.trace(role, lambda x, b, h, i, j: x + held[starts[b] + i] + 0.125, CPU)
+    assert len(indexed.found) == 1

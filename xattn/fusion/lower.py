@@ -7,8 +7,7 @@ as a division by a known number is a multiplication. Whole numbers are s32 where
 fit, otherwise s64.
 
 A score_mod or mask_mod is asked for one score after the other. What depends on neither the score nor its query and
-key is computed once for a head, and where an index becomes a float, so do sums of indices: the kernels have the indices
-of a block as floats, at less than a conversion each.
+key is computed once for a head.
 
 An epilogue is asked for a run of N channels of a row. What does not depend on the output or its channel is computed
 once for all of them, and captured tensors that are indexed by the channel as it is are read in one piece.
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..inputs import FARTHEST, Lowered
+from ..inputs import Lowered
 
 COORDINATES = ("b", "h", "q_idx", "kv_idx")
 _OF_OUTPUT = ("b", "h", "q_idx", "d")
@@ -41,9 +40,7 @@ ELEMENTS = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
-_FAR = (1 << 30) - 1  # numbers that are taken for small are not farther from 0
-_EXACT = 1 << 24
-_MOST_REAL = 100  # characters of a sum of indices as floats
+_FAR = (1 << 30) - 1  # indices and numbers that are taken for small are not farther from 0
 S32, S64 = (-(1 << 31), (1 << 31) - 1), (-(1 << 63), (1 << 63) - 1)
 _MOST_BYTES = 1024  # of arguments
 _DECLARED = re.compile(r"const (\w+) (\w+) =")
@@ -70,14 +67,13 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class Value:
     """A name or literal of C++. ``range``: of whole numbers. ``of_score``: whether it depends on the score; in an
-    epilogue, on the output or its channel. ``real``: the same number as an expression of floats, exactly."""
+    epilogue, on the output or its channel."""
 
     code: str
     type: str  # bool, s32, s64, float, double
     dtype: torch.dtype
     range: tuple[int, int] = (0, 0)
     of_score: bool = False
-    real: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,9 +117,8 @@ class Lowering:
                     raise Refused(f"{'an output' if name == 'o' else 'a score'} of {name_of(dtype)}", node.name)
                 self.values[node] = Value(name, "float", dtype, of_score=True)
             else:
-                low = -FARTHEST if name == "q_idx" else 0
-                real = name.replace("idx", "real") if self.role != "epilogue" and name.endswith("idx") else ""
-                self.values[node] = Value(name, "s32", dtype, (low, FARTHEST), of_score=name == "d", real=real)
+                low = -_FAR if name == "q_idx" else 0
+                self.values[node] = Value(name, "s32", dtype, (low, _FAR), of_score=name == "d")
         for n, node in enumerate(arguments[len(lead) + 4 :]):
             t = node.meta["val"]
             self.values[node] = View(n, t.dtype, tuple(range(t.dim())))
@@ -157,7 +152,7 @@ class Lowering:
     def _of_a_score(self, kind: str, result: str) -> str:
         """What is computed once for a head, and for each of its scores."""
         name, score = ("MaskMod", "") if self.role == "mask_mod" else ("ScoreMod", "float score, ")
-        at = ", ".join([*(f"s32 {name}" for name in COORDINATES), "float q_real", "float kv_real"])
+        at = ", ".join(f"s32 {name}" for name in COORDINATES)
         members, once = self._once()
         return "\n".join(
             [
@@ -280,8 +275,7 @@ class Lowering:
             raise Refused(f"the number {x}, which no int64 holds,")
         if x in self.literals:
             wide = not S32[0] < x <= S32[1]
-            real = f"{x}.0f" if abs(x) <= _EXACT else ""
-            return Value(f"s64({x}ll)" if wide else f"{x}", "s64" if wide else "s32", torch.int64, (x, x), real=real)
+            return Value(f"s64({x}ll)" if wide else f"{x}", "s64" if wide else "s32", torch.int64, (x, x))
         wide = abs(x) > _FAR
         kind = "s64" if wide else "s32"
         return Value(self._argument(kind, x), kind, torch.int64, S64 if wide else (-_FAR, _FAR))
@@ -302,8 +296,6 @@ class Lowering:
             return replace(x, code=f"user::whole({x.code})", type="s64", range=S64)
         if x.type == kind:
             return x
-        if kind == "float" and x.real and -_EXACT <= x.range[0] and x.range[1] <= _EXACT:
-            return replace(x, code=x.real, type=kind, real="")
         code = f"({x.code} != 0)" if kind == "bool" else f"{kind}({x.code})"
         return replace(x, code=code, type=kind)
 
@@ -418,9 +410,7 @@ class Lowering:
         else:
             code = f"s64(u64({a.code}) {op} u64({b.code}))"
             low, high = S64
-        real = f"({a.real} {op} {b.real})" if a.real and b.real and op in "+-" else ""
-        real = real if len(real) <= _MOST_REAL else ""
-        return self.wrapped(Value(f"({code})", kind, dtype, (low, high), of_score, real), dtype)
+        return self.wrapped(Value(f"({code})", kind, dtype, (low, high), of_score), dtype)
 
     def binary(self, op: str, dtype: torch.dtype, a: Any, b: Any) -> Value:
         """a op b in ``dtype``: + - *."""

@@ -245,14 +245,13 @@ def _unary(w: Lowering, name: str, dtype: torch.dtype, node: Any) -> Value:
         if name.startswith("abs") and x.type == "float":
             code = f"fabsf({x.code})"
         return Value(code, x.type, dtype, of_score=x.of_score)
-    minus = w.whole("-", dtype, Value("0", "s32", dtype, real="0.0f"), x)
+    minus = w.whole("-", dtype, Value("0", "s32", dtype), x)
     if name.startswith("neg"):
         return minus
     most = max(map(abs, x.range))
     wide = "s32" if x.type == minus.type == "s32" else "s64"
     code = f"({x.code} < 0 ? {w.cast(minus, wide).code} : {w.cast(x, wide).code})"
-    real = f"fabsf({x.real})" if x.real else ""
-    return Value(code, wide, dtype, (0, min(most, S64[1])), x.of_score, real)
+    return Value(code, wide, dtype, (0, min(most, S64[1])), x.of_score)
 
 
 # Exact, and of numbers that come of a score, which are rounded anyway: fast.

@@ -7,17 +7,16 @@
 // `at`: b, h, q_idx, kv_idx.
 template <class Arch, class Functions>
 float call(const typename Functions::Params& params, float score, const xattn::s32* at, bool& found) {
-    const float q_real = float(at[2]), kv_real = float(at[3]);
     if constexpr (Functions::kScoreMod) {
         typename Functions::template ScoreMod<Arch> mod;
         mod.load(params, at[0], at[1]);
         found = mod.found;
-        return mod.at(params, score, at[0], at[1], at[2], at[3], q_real, kv_real, found);
+        return mod.at(params, score, at[0], at[1], at[2], at[3], found);
     } else {
         typename Functions::template MaskMod<Arch> mod;
         mod.load(params, at[0], at[1]);
         found = mod.found;
-        return mod.at(params, at[0], at[1], at[2], at[3], q_real, kv_real, found) ? 1.0f : 0.0f;
+        return mod.at(params, at[0], at[1], at[2], at[3], found) ? 1.0f : 0.0f;
     }
 }
 

@@ -18,7 +18,7 @@ template <class Forward>
 struct Transposer {
     static constexpr int kTileN = Forward::kTileN, kDimV = Forward::kDimV, kStages = Forward::kStages;
     static constexpr int kWarps = Forward::kTransposers;
-    static constexpr int kAtOnce = 2;  // as registers allow
+    static constexpr int kGroups = kTileN / 16 / kWarps, kAtOnce = kGroups <= 3 ? kGroups : 2;  // as registers allow
 
     const ForwardParams& p;
     const typename Forward::Buffers buffers;
@@ -59,7 +59,6 @@ struct Transposer {
     // 16 keys and 32 channels at a time, every second 16 keys. kAtOnce are read before they are written, as each of the
     // two takes its time.
     XATTN_DEVICE void turn(u32 from, u32 to) const {
-        constexpr int kGroups = kTileN / 16 / kWarps;
         u32 write = to + lane * 128 + (warp ^ (lane & 7)) * 16;
 #pragma unroll 1
         for (int c = 0; c < kDimV / 32; ++c) {
