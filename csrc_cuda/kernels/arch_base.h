@@ -51,9 +51,14 @@ struct ArchBase {
     // (1 - e) / (1 + e) with e = exp(-2 |x|): exact to the rounding of the exponential, which approximations are not.
     // For small numbers, where 1 - e is not, the series x - x^3 / 3 + 2 x^5 / 15.
     XATTN_DEVICE static float tanh(float x) {
-        const float square = x * x, small = x * fma(square, fma(square, 2.0f / 15, -1.0f / 3), 1.0f);
         const float e = exp2(-2.0f * kLog2e * fabsf(x)), y = (1.0f - e) * Isa::reciprocal(1.0f + e);
-        return square < 0.0025f ? small : copysignf(y, x);  // without a jump
+        return x * x < 0.0025f ? series(x) : copysignf(y, x);
+    }
+    // The same past what is not needed: slower, and in fewer registers.
+    XATTN_DEVICE static float tanh_by_jumps(float x) {
+        if (x * x < 0.0025f) return series(x);
+        const float e = exp2(-2.0f * kLog2e * (x < 0.0f ? -x : x)), y = Isa::divide(1.0f - e, 1.0f + e);
+        return x < 0.0f ? -y : y;
     }
     template <class Element>
     XATTN_DEVICE static float to_float(u16 bits) {
@@ -108,6 +113,10 @@ struct ArchBase {
         x += Isa::shuffle_xor(x, kLaneA);
         return x + Isa::shuffle_xor(x, kLaneB);
     }
+
+  private:
+    // tanh(x), to x^5.
+    XATTN_DEVICE static float series(float x) { return x * fma(x * x, fma(x * x, 2.0f / 15, -1.0f / 3), 1.0f); }
 };
 
 }  // namespace xattn

@@ -47,7 +47,7 @@ struct ScoreGradient {
         if (kPlain) return Arch::exp2(Arch::fma(product, p.scale, -lse));
         float x = product * (Config::softcap ? p.scale : p.scale * (kUnit * kLn2));
         if (Config::softcap) {
-            const float t = Arch::tanh(x);
+            const float t = Arch::tanh_by_jumps(x);
             factor = Arch::fma(-t, t, 1.0f);
             x = p.softcap * (kUnit * kLn2) * t;
         }
