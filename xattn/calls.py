@@ -329,9 +329,9 @@ def _functions(
     for role in _FUNCTIONS:
         if given[role] is None:
             continue
-        # In compiled code the state is not asked for: torch 2.11 traces the question into the graph.
-        compiling = torch.compiler.is_compiling()
-        if torch.compiler.is_exporting() or (not compiling and torch._C._get_tracing_state() is not None):
+        # What torch.compiler.is_exporting returns, which is always True in code that torch 2.10 and 2.11 compile.
+        exporting = torch.compiler._is_exporting_flag
+        if exporting or torch._C._get_tracing_state() is not None:
             _refuse_to_export(role)
         fn = epilogue.fn if role == "epilogue" and epilogue else given[role]
         dtype = reference.compute_dtype(given["q"], given["attn_mask"])

@@ -929,6 +929,14 @@ def test_compile_refuses_what_might_change_unseen(compiled, what):
     assert xattn.attention(*qkv(), score_mod=mod).shape == (BATCH, SEQLEN_Q, HEADS, DIM)
 
 
+def test_what_is_compiled_is_not_taken_for_exported(monkeypatch):
+    """In code that torch 2.10 and 2.11 compile, is_exporting is always True."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    q, k, v = qkv()
+    call = functools.partial(xattn.attention, score_mod=lambda s, b, h, i, j: s * 2)
+    assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(q, k, v), call(q, k, v))
+
+
 @pytest.mark.parametrize("role", ["score_mod", "mask_mod", "epilogue"])
 def test_export_refuses(role):
     options = {
