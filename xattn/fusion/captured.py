@@ -17,6 +17,7 @@ from torch import Tensor
 # Steps from a function to what it holds: ("cell" | "default", number) or ("keyword" | "global", name).
 Path = tuple[tuple[str, Any], ...]
 
+_UNCHANGED = ("torch", "math", "builtins")
 _CONSTANTS = (bool, str, bytes, type(None), slice, torch.dtype, torch.device)
 _STEADY = (ModuleType, type, BuiltinFunctionType, FunctionType, type(torch.ops.aten.add), type(torch.add))
 
@@ -41,6 +42,42 @@ def others(fn: Any) -> list[str]:
     if not isinstance(fn, FunctionType):
         return [f"an object, {type(fn).__name__}"]
     return [f"{_name(fn, path)} ({type(content).__name__})" for path, content in _walk(fn) if not _is_plain(content)]
+
+
+def contents(fn: Any) -> tuple[Any, ...] | None:
+    """All that decides what ``fn`` does, such that equal ones do the same, but for the elements of tensors; None where
+    something may change without being seen here: objects, and modules and classes that are not torch's or Python's."""
+    if not isinstance(fn, FunctionType):
+        return None
+    found: list[Any] = [fn.__code__]
+    for path, content in _walk(fn):
+        known = _seen(content)
+        if known is None:
+            return None
+        found += (path, known)
+    return tuple(found)
+
+
+def _seen(content: Any) -> Any:
+    if isinstance(content, Tensor):
+        return form(content)
+    if _is_followed(content):
+        return content.__code__
+    if isinstance(content, float):
+        return content.hex()  # 0.0 is not -0.0
+    if isinstance(content, slice):  # has no hash before Python 3.12
+        return slice, content.start, content.stop, content.step
+    if isinstance(content, tuple):
+        return (tuple, *map(_seen, content)) if _is_constant(content) else None
+    if isinstance(content, (ModuleType, type)):
+        name = content.__name__ if isinstance(content, ModuleType) else content.__module__
+        return content if name.split(".")[0] in _UNCHANGED else None
+    return (type(content), content) if _is_plain(content) else None
+
+
+def form(t: Tensor) -> tuple[Any, ...]:
+    """All of a tensor but its elements."""
+    return type(t), t.dtype, t.device, t.shape, t.stride()
 
 
 def at(fn: Any, path: Path) -> Any:

@@ -31,6 +31,7 @@ SIGNATURES = {
 }
 
 _kept: OrderedDict[str, Mod] = OrderedDict()
+_traced: dict[tuple[Any, ...], str] = {}  # keys, by what was asked
 _lock = ForkSafeLock()
 _tracing = ForkSafeLock()  # torch.fx patches globals while it traces
 _MOST_KEPT = 4096
@@ -46,7 +47,8 @@ def trace(
     """The key of ``fn``'s traced form and its aux tensors: those given, then those it captured. ``role`` is a key of
     SIGNATURES, ``dtype`` that of the value that the function is given.
 
-    The function is called once, with 0-d tensors, and once more where it is told which line of it kernels cannot have.
+    The function is called once, with 0-d tensors, and once more where it is told which line of it kernels cannot have;
+    not again where it, and all that it holds but the elements of tensors, is what it was.
     Tensors that it captured may require gradients. Under torch.compile it must come from outside the compiled function
     and hold tensors, numbers and functions, no objects that hold them.
     Raises ValueError where it cannot be called so, UnsupportedError where it reads a value on the host, writes into
@@ -56,8 +58,34 @@ def trace(
         return _trace_compiled(role, fn, device, aux, dtype)
     paths = captured.tensors(fn)
     tensors = [captured.at(fn, path) for path in paths]
+    asked = _asked(role, fn, device, aux, dtype)
+    known = None if asked is None else _traced.get(asked)
+    if known is not None and known in _kept:
+        return known, [*aux, *tensors]
     mod, loose = _trace(role, fn, device, dtype, [*aux, *tensors], paths)
-    return intern(mod), [*aux, *tensors, *loose]
+    key = intern(mod)
+    if asked is not None and not loose:
+        if len(_traced) >= _MOST_KEPT:
+            _traced.clear()
+        _traced[asked] = key
+    return key, [*aux, *tensors, *loose]
+
+
+def _asked(
+    role: str, fn: Callable[..., Any], device: torch.device, aux: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Any, ...] | None:
+    """What a trace depends on; None where that cannot be told."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return None
+    held = captured.contents(fn)
+    if held is None:
+        return None
+    asked = (role, device, dtype, torch.get_default_dtype(), held, *map(captured.form, aux))
+    try:
+        hash(asked)
+    except TypeError:
+        return None
+    return asked
 
 
 def _trace_compiled(
