@@ -94,10 +94,10 @@ _SHIPPED = {
     "d128 fp16": (255, 128),
     "d128 softcap alibi": (255, 172),
     "d128 boolean": (255, 352),
-    "d128 added16": (255, 340),
-    "d128 added32": (255, 340),
+    "d128 added16": (255, 388),
+    "d128 added32": (255, 388),
     "d256": (255, 0),
-    "d256 softcap alibi": (255, 0),
+    "d256 softcap alibi": (255, 212),
     "d64 dropout": (255, 0),
     "d128 dropout": (255, 40),
     "d256 dropout": (255, 0),
@@ -112,7 +112,7 @@ _SHIPPED = {
     "decode-fp8 d64": (200, 0),
     "decode-fp8 d64 fp16": (196, 0),
     "decode-fp8 d128": (248, 0),
-    "decode-fp8 d128 softcap alibi tree": (248, 0),
+    "decode-fp8 d128 softcap alibi tree": (249, 0),
     "decode-fp8 d256": (255, 0),
 }
 
