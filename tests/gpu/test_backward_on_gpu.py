@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from gpu.native import CUDA
+from gpu.native import CUDA, captured
 
 import xattn
 from xattn import backward_call
@@ -154,14 +154,7 @@ def test_a_graph_of_forward_and_backward(launcher, backend):
     def step():
         return torch.autograd.grad(xattn.attention(*leaves, causal=True, backend=backend), leaves, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     for _ in range(3):
         with torch.no_grad():
             for t in leaves:

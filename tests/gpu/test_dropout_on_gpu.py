@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.native import BACKENDS, CUDA
+from gpu.native import BACKENDS, CUDA, captured
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -206,19 +206,6 @@ def test_backward_drops_what_forward_dropped(backend):
 
 
 # ---------------------------------------------------------------- graphs
-def captured(step: Any) -> tuple[Any, Any]:
-    """(graph, what its step gave)."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    return graph, found
-
-
 def test_a_graph_reads_the_pair_that_is_there(backend, launcher):
     """The same pair gives the same bits at each replay, another pair those of an eager call with it."""
     leaves, numbers = [t.requires_grad_() for t in qkv(d=128)], pair(3, 4)
